@@ -1,0 +1,151 @@
+"""The storage: keys and values of every layer of a cache, `[N,H,block_size,W]` each, apart and in their own formats.
+
+A layer's tensors are made by the first put into it, which says how many heads of which size it has; layers may differ.
+Slots are numbered through the pool: slot s lies in block `s // block_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.backends import Backend
+from kvcache.formats import Format, Stored
+from kvcache.spec import Array
+
+__all__ = ["BlockStorage", "LayerStorage"]
+
+
+@final
+class LayerStorage:
+    """Keys and values of one layer."""
+
+    __slots__ = ("keys", "num_heads", "values")
+
+    def __init__(self, keys: Stored, values: Stored, num_heads: int) -> None:
+        self.keys = keys
+        self.values = values
+        self.num_heads = num_heads
+
+
+@final
+class BlockStorage:
+    """Tensors of all layers over one pool of `num_blocks` blocks."""
+
+    __slots__ = ("_layers", "backend", "block_size", "key_format", "num_blocks", "value_format")
+
+    def __init__(self, backend: Backend, formats: tuple[Format, Format], num_blocks: int, block_size: int) -> None:
+        self.backend = backend
+        self.key_format, self.value_format = formats
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._layers: dict[int, LayerStorage] = {}
+
+    @property
+    def layers(self) -> Iterable[int]:
+        """Layers that have been put to."""
+        return self._layers.keys()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors made so far."""
+        return sum(
+            self.backend.num_bytes(stored.array)
+            for layer in self._layers.values()
+            for stored in (layer.keys, layer.values)
+        )
+
+    def layer(self, layer: int) -> LayerStorage:
+        """The tensors of a layer. Raises `ValueError` when nothing was put into it yet."""
+        try:
+            return self._layers[layer]
+        except KeyError:
+            raise ValueError(f"layer {layer} holds nothing yet; put keys and values into it first") from None
+
+    def accept(self, layer: int, keys: object, values: object, num_tokens: int) -> tuple[Array, Array]:
+        """Keys [T,H,D] and values [T,H,Dv] as arrays of the backend, after checking that the layer can hold them.
+
+        Raises `ValueError` or `TypeError` otherwise. Changes nothing.
+        """
+        keys = self.backend.asarray(keys, layer, "keys")
+        values = self.backend.asarray(values, layer, "values")
+        have = self._layers.get(layer)
+        heads, head_dim, value_dim = (
+            (have.num_heads, have.keys.head_dim, have.values.head_dim) if have else (None, None, None)
+        )
+        seen = f"keys {list(keys.shape)}, values {list(values.shape)}"
+        if len(keys.shape) != 3 or len(values.shape) != 3:
+            raise ValueError(f"{seen}; expected three dimensions each: [tokens, heads, head_dim]")
+        if keys.shape[0] != num_tokens or values.shape[0] != num_tokens:
+            raise ValueError(f"{seen}; expected {num_tokens} tokens in each, as many as the batch has")
+        if keys.shape[1] != values.shape[1] or (heads is not None and keys.shape[1] != heads):
+            raise ValueError(f"{seen}; expected {heads or 'equally many'} heads in both (layer {layer})")
+        if not (keys.shape[1] and keys.shape[2] and values.shape[2]):
+            raise ValueError(f"{seen}; expected no empty dimension")
+        if have and (keys.shape[2], values.shape[2]) != (head_dim, value_dim):
+            raise ValueError(
+                f"{seen}; expected head_dim {head_dim} for keys and {value_dim} for values (layer {layer})"
+            )
+        if not have:
+            self.key_format.row_width(keys.shape[2])  # raises when the format cannot hold such rows
+            self.value_format.row_width(values.shape[2])
+        return keys, values
+
+    def accept_keys(self, layer: int, keys: object, num_tokens: int) -> Array:
+        """Keys [T,H,D] that a shift function returned, checked likewise."""
+        keys = self.backend.asarray(keys, layer, "the result of shift")
+        have = self._layers[layer]
+        expected = (num_tokens, have.num_heads, have.keys.head_dim)
+        if tuple(keys.shape) != expected:
+            raise ValueError(
+                f"shift returned keys {list(keys.shape)}; expected the shape that it was given, {list(expected)}"
+            )
+        return keys
+
+    def write(self, layer: int, slots: NDArray[np.int64], keys: Array, values: Array) -> None:
+        """Encode accepted rows into `slots`. The first write to a layer makes its tensors."""
+        have = self._layers.get(layer)
+        if have is None:
+            have = self._layers[layer] = self._create(layer, keys.shape, values.shape)
+        self.backend.write_rows(have.keys.array, slots, self.key_format.encode(keys))
+        self.backend.write_rows(have.values.array, slots, self.value_format.encode(values))
+
+    def read_keys(self, layer: int, slots: NDArray[np.int64]) -> Array:
+        """Keys [n,H,D] of `slots`, decoded; a copy."""
+        stored = self._layers[layer].keys
+        return stored.format.decode(self.backend.gather_rows(stored.array, slots), stored.head_dim)
+
+    def write_keys(self, layer: int, slots: NDArray[np.int64], encoded: Array) -> None:
+        """Encoded key rows [n,H,W] into `slots`."""
+        self.backend.write_rows(self._layers[layer].keys.array, slots, encoded)
+
+    def read(self, stored: Stored, slots: NDArray[np.int64]) -> Array:
+        """Rows [n,H,D] of ascending distinct `slots`: a view where they are side by side and need no decoding."""
+        begin, end = (int(slots[0]), int(slots[-1]) + 1) if len(slots) else (0, 0)
+        adjacent = end - begin == len(slots) > 0
+        if adjacent and (self.block_size == 1 or begin // self.block_size == (end - 1) // self.block_size):
+            rows = self.backend.view_rows(stored.array, begin, end)
+        else:
+            rows = self.backend.gather_rows(stored.array, slots)
+        return stored.format.decode(rows, stored.head_dim)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole blocks in every layer."""
+        if not sources:
+            return
+        source_ids, target_ids = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
+        for have in self._layers.values():
+            self.backend.copy_blocks(have.keys.array, source_ids, target_ids)
+            self.backend.copy_blocks(have.values.array, source_ids, target_ids)
+
+    def _create(self, layer: int, keys_shape: Sequence[int], values_shape: Sequence[int]) -> LayerStorage:
+        def stored(form: Format, head_dim: int) -> Stored:
+            shape = (self.num_blocks, keys_shape[1], self.block_size, form.row_width(head_dim))
+            return Stored(self.backend.zeros(shape, form.storage_dtype, layer), form, head_dim)
+
+        return LayerStorage(
+            stored(self.key_format, keys_shape[2]), stored(self.value_format, values_shape[2]), keys_shape[1]
+        )

@@ -1,0 +1,350 @@
+"""`CausalCache`: keys and values of tokens under one span. Tables decide, storage keeps, kernels read.
+
+start_forward   Tables.plan -> Tables.apply -> BlockStorage.copy_blocks     places, forgetting, copy-on-write
+put             BlockStorage.write                                          rows into slots, encoded
+get             Forward.columns -> BlockStorage.read                        history and mask
+attend          Forward.attention -> kernels.choose(...).attend             blocks read in place
+remove          Tables.plan_removal -> shift -> Tables.apply_removal        keys re-rotated
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache import backends, formats, kernels
+from kvcache.backends import Backend
+from kvcache.blocks import BlockStorage
+from kvcache.caches import Cache
+from kvcache.caches.causal_view import CausalSequenceView
+from kvcache.caches.forward import Forward, group_rows
+from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
+from kvcache.caches.tables import Removal, Tables
+from kvcache.formats import Format
+from kvcache.spans import Full, Span, num_blocks
+from kvcache.spec import Array, Batch, CacheConfig, History, Usage, integer
+from kvcache.views import SequenceView
+
+__all__ = ["CausalCache", "Shift"]
+
+Shift: TypeAlias = Callable[[int, Array, Array], Array]
+"""`shift(layer, keys [n,H,D], offsets [n]) -> keys`: rotate each key by its offset in positions (negative: towards 0)."""
+
+
+@final
+class CausalCache(Cache):
+    """A cache under one span, in blocks of `block_size` slots.
+
+    span: `Full()`, `Sliding(window)`, `Chunked(size)`.
+    shift: re-rotates keys when `remove` moves tokens; without it such a removal is `NotSupported`.
+    block_size: 1 gives single cells, 16 to 128 pages, `capacity` one contiguous run per sequence.
+    """
+
+    def __init__(self, span: Span | None = None, shift: Shift | None = None, block_size: int = 1) -> None:
+        if span is not None and not isinstance(span, Span):
+            raise TypeError(f"span is {span!r}; expected Full(), Sliding(window) or Chunked(size)")
+        if shift is not None and not callable(shift):
+            raise TypeError(f"shift is {shift!r}; expected a function of (layer, keys, offsets), or None")
+        self.span = span or Full()
+        self.block_size = integer(block_size, "block_size", minimum=1)
+        self._shift = shift
+        self._lifecycle = Lifecycle()
+        self._layer: int | None = None
+        self._forward: Forward | None = None
+        self._tables: Tables
+        self._storage: BlockStorage
+
+    # --- for models ----------------------------------------------------------------------------------------------------
+
+    def set_layer(self, layer: int) -> None:
+        self._layer = integer(layer, "layer")
+
+    def set_causal(self, except_: Iterable[int] = ()) -> None:
+        """For this pass, let the batch rows `except_` see later positions of their sequence too (never beyond the span)."""
+        self._started().except_from_causality(except_)
+
+    def put(self, keys: Array, values: Array) -> None:
+        forward, layer = self._started(), self._active_layer()
+        keys, values = self._storage.accept(layer, keys, values, len(forward.batch))
+        if not forward.is_reserved:
+            self._storage.write(layer, forward.slots, keys, values)
+        forward.written[layer] = (keys.shape[1], keys.shape[2], values.shape[2])
+
+    def get(self) -> History:
+        forward, layer = self._readable()
+        config = self._lifecycle.config
+        if forward.is_reserved:
+            return self._worst_case(forward, layer, config)
+        stored = self._storage.layer(layer)
+        columns = forward.columns()
+        keys = self._storage.read(stored.keys, columns.slots)
+        values = self._storage.read(stored.values, columns.slots)
+        visible = columns.visible
+        if missing := -visible.shape[1] % config.padding:
+            keys, values = self._padded(keys, missing, layer), self._padded(values, missing, layer)
+            visible = np.pad(visible, ((0, 0), (0, missing)))
+        if config.permuted_values:
+            values = self._storage.backend.permute(values, (1, 2, 0))
+        return History(keys, values, self._mask(forward, visible, layer, config))
+
+    def attend(
+        self, queries: Array, *, scale: float | None = None, softcap: float | None = None, sinks: Array | None = None
+    ) -> Array:
+        forward, layer = self._readable()
+        queries = self._storage.backend.asarray(queries, layer, "queries")
+        shape, (num_heads, head_dim, value_dim) = tuple(queries.shape), forward.written[layer]
+        if (
+            len(shape) != 3
+            or shape[0] != len(forward.batch)
+            or shape[2] != head_dim
+            or not shape[1]
+            or shape[1] % num_heads
+        ):
+            raise ValueError(
+                f"queries are {list(shape)}; expected [{len(forward.batch)}, a multiple of {num_heads}, {head_dim}]: the "
+                f"batch's tokens, heads in groups over the key heads, and the keys' head_dim"
+            )
+        if forward.is_reserved:
+            return self._storage.backend.zeros((shape[0], shape[1], value_dim), "f32", layer)
+        stored = self._storage.layer(layer)
+        return kernels.choose(queries, stored.keys, stored.values).attend(
+            queries,
+            stored.keys,
+            stored.values,
+            forward.attention(self.block_size),
+            scale=shape[2] ** -0.5 if scale is None else scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+    def set_config(self, config: CacheConfig) -> None:
+        self._lifecycle.configure(config)
+
+    # --- for whoever manages the cache ---------------------------------------------------------------------------------
+
+    def init(
+        self,
+        backend: str | Backend,
+        dtype: str | tuple[str, str],
+        max_sequences: int = 1,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+    ) -> None:
+        limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
+        arrays = backends.create(backend)
+        pair = formats.pair(dtype, arrays)
+        span = self.span.resolve(limits.max_sequences)
+        size = num_blocks(
+            span,
+            block_size=self.block_size,
+            max_sequences=limits.max_sequences,
+            capacity=limits.capacity,
+            max_batch=limits.max_batch,
+        )
+        self._storage = BlockStorage(arrays, pair, size, self.block_size)
+        self._tables = Tables(span, self.block_size, size)
+        self._lifecycle.begin(limits)
+
+    def close(self) -> None:
+        if not self._lifecycle.is_closed:
+            self._lifecycle.is_closed = True
+            self._forward = None
+            self.__dict__.pop("_tables", None)
+            self.__dict__.pop("_storage", None)
+
+    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
+        self.prepare_forward(batch, reserve)()
+
+    def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
+        self._lifecycle.limits.check_batch(batch)
+        rows = group_rows(batch)
+        for sequence in rows:
+            self._check_committed(sequence)
+        if reserve:
+            return lambda: self._start(self._reserved(batch, rows))
+        tables = self._tables
+        if len(rows) == len(batch):  # decode: one token each
+            plan = tables.plan({sequence: (batch.positions[row],) for sequence, (row,) in rows.items()})
+        else:
+            plan = tables.plan({sequence: [batch.positions[row] for row in own] for sequence, own in rows.items()})
+
+        def effect() -> None:
+            applied = tables.apply(plan)
+            slots = np.empty(len(batch), np.int64)
+            for sequence, own in rows.items():
+                slots[own] = applied.slots[sequence]
+            self._storage.copy_blocks(applied.sources, applied.targets)
+            self._start(Forward(batch, rows, slots, tables.sequences, tables.span))
+
+        return effect
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        self.prepare_copy(source, target, length)()
+
+    def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        check_copy(source, target, length)
+        self._check_committed(target)
+
+        def effect() -> None:
+            self._forward = None
+            self._tables.copy_prefix(source, target, length)
+
+        return effect
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        return self._tables.can_resume(sequence, integer(position, "position"))
+
+    def resume_point(self, sequence: int, position: int) -> int:
+        # What a query sees below its position only grows backwards: when `position` fails, every lower one but 0 does.
+        table = self._tables.sequences.get(sequence)
+        point = min(position, table.end if table else 0)
+        return point if self.can_resume(sequence, point) else 0
+
+    def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
+        self.prepare_remove(sequence, begin, end)()
+
+    def prepare_remove(
+        self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
+    ) -> Callable[[], None]:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        check_range(sequence, begin, end)
+        if not drop_appended:
+            self._check_committed(sequence)
+        if begin == 0 and end is None:
+            return lambda: self._free(sequence)
+        removal = self._tables.plan_removal(sequence, begin, end, can_shift=self._shift is not None)
+        shifted = self._shifted_keys(removal) if removal and len(removal.later) else {}
+
+        def effect() -> None:
+            self._forward = None
+            if drop_appended and sequence in self._tables.sequences:
+                self._tables.commit(sequence, 0)
+            if removal:
+                applied = self._tables.apply_removal(removal)
+                self._storage.copy_blocks(applied.sources, applied.targets)
+                for layer, encoded in shifted.items():
+                    self._storage.write_keys(layer, applied.slots[sequence], encoded)
+
+        return effect
+
+    def sequence(self, sequence: int) -> SequenceView:
+        limits = self._lifecycle.limits
+        integer(sequence, "sequence", minimum=-(2**63))
+        return CausalSequenceView(sequence, limits, self)
+
+    def usage(self) -> Usage:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        sequences = self._tables.usage()
+        return Usage(
+            num_tokens=sum(used.num_tokens for used in sequences.values()),
+            num_blocks=self._tables.pool.num_blocks,
+            num_free_blocks=self._tables.pool.num_free,
+            num_bytes=self._storage.num_bytes,
+            sequences=sequences,
+        )
+
+    def check(self) -> None:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._tables.check()
+
+    # --- for its views -------------------------------------------------------------------------------------------------
+
+    @property
+    def tables(self) -> Tables:
+        """The sequences; raises `ValueError` before `init` and after `close`."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        return self._tables
+
+    @property
+    def storage(self) -> BlockStorage:
+        """The tensors; raises `ValueError` before `init` and after `close`."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        return self._storage
+
+    def end_forward(self) -> None:
+        """The tables are about to change by another way than a pass: the present pass has ended."""
+        self._forward = None
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _start(self, forward: Forward) -> None:
+        self._forward = forward
+
+    def _free(self, sequence: int) -> None:
+        self._forward = None
+        self._tables.free(sequence)
+
+    def _started(self) -> Forward:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        if self._forward is None:
+            raise ValueError("no forward pass is under way; call start_forward first")
+        return self._forward
+
+    def _active_layer(self) -> int:
+        if self._layer is None:
+            raise ValueError("no layer is active; call set_layer first")
+        return self._layer
+
+    def _readable(self) -> tuple[Forward, int]:
+        forward, layer = self._started(), self._active_layer()
+        if layer not in forward.written:
+            raise ValueError(f"layer {layer} was not put in this pass; put its keys and values before reading them")
+        return forward, layer
+
+    def _check_committed(self, sequence: int) -> None:
+        table = self._tables.sequences.get(sequence)
+        if table and table.pending:
+            raise ValueError(
+                f"sequence {sequence} has {len(table.pending)} appended tokens that are not committed; commit them, or "
+                f"commit(0) to drop them"
+            )
+
+    def _shifted_keys(self, removal: Removal) -> dict[int, Array]:
+        """The later tokens' keys of every layer at their new positions, encoded."""
+        assert self._shift is not None  # the removal was planned with a shift
+        storage = self._storage
+        slots = self._tables.sequences[removal.sequence].slots(removal.later)
+        offsets = np.full(len(slots), removal.begin - removal.end, np.int32)
+        shifted = {}
+        for layer in storage.layers:
+            keys = self._shift(layer, storage.read_keys(layer, slots), storage.backend.from_numpy(offsets, layer))
+            shifted[layer] = storage.key_format.encode(storage.accept_keys(layer, keys, len(slots)))
+        return shifted
+
+    def _padded(self, rows: Array, missing: int, layer: int) -> Array:
+        """Rows [S,H,D] followed by `missing` rows of zeros: finite, so that a masked column cannot spoil a sum."""
+        backend = self._storage.backend
+        zeros = backend.cast(backend.zeros((missing, *rows.shape[1:]), "f32", layer), backend.dtype(rows))
+        return backend.concatenate((rows, zeros), 0)
+
+    def _mask(self, forward: Forward, visible: NDArray[np.bool_], layer: int, config: CacheConfig) -> Array:
+        """The additive mask on the layer's device; made once per pass and device."""
+        backend = self._storage.backend
+        device = backend.device(layer)
+        if device not in forward.masks:
+            mask = np.where(visible, np.float32(0), np.float32(-np.inf))
+            forward.masks[device] = backend.cast(backend.from_numpy(mask, layer), config.mask_dtype)
+        return forward.masks[device]
+
+    def _worst_case(self, forward: Forward, layer: int, config: CacheConfig) -> History:
+        """Zeros in the largest shapes that `get` can answer with: every slot of the pool visible."""
+        backend, (num_heads, head_dim, value_dim) = self._storage.backend, forward.written[layer]
+        num_slots = self._tables.pool.num_blocks * self.block_size
+        num_slots += -num_slots % config.padding
+
+        def rows(form: Format, width: int) -> Array:
+            return backend.zeros((num_slots, num_heads, width), form.storage_dtype if form.is_native else "f32", layer)
+
+        values = rows(self._storage.value_format, value_dim)
+        if config.permuted_values:
+            values = backend.permute(values, (1, 2, 0))
+        mask = self._mask(forward, np.ones((len(forward.batch), num_slots), bool), layer, config)
+        return History(rows(self._storage.key_format, head_dim), values, mask)
+
+    def _reserved(self, batch: Batch, rows: dict[int, list[int]]) -> Forward:
+        return Forward(batch, rows, np.empty(0, np.int64), {}, self._tables.span, is_reserved=True)

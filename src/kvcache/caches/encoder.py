@@ -1,0 +1,361 @@
+"""`EncoderCache`: keys and values of what an encoder made of images or sound, for cross attention.
+
+A sequence holds *media*, each with the position at which it stands and its content key. A batch announces new media; the puts
+of that pass fill them, layer by layer. Positions matter to `remove`, `copy_prefix` and `can_resume` only: a query sees all
+media of its own sequence. Entries are immutable and shared by reference.
+
+    start_forward(Batch([0, 1, 2], [7, 7, 7], media=[Media(index=1, key="cat")]))
+    put(keys [n,H,D], values [n,H,Dv])      # any n, and with one Media any shape
+    get()                                   # one sequence: as stored, no mask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import final
+
+import numpy as np
+
+from kvcache import backends, formats, kernels
+from kvcache.backends import Backend
+from kvcache.caches import Cache
+from kvcache.caches.forward import UNBOUNDED, group_rows
+from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
+from kvcache.caches.tokenless_view import TokenlessView
+from kvcache.errors import CorruptState, NotSupported
+from kvcache.formats import Format, Stored
+from kvcache.kernels import AttentionBatch, Segment
+from kvcache.sequences import moved
+from kvcache.spec import Array, Batch, CacheConfig, History, Media, SequenceUsage, Usage, integer
+from kvcache.views import SequenceView
+
+__all__ = ["EncoderCache"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """One medium: where it stands, and per layer its encoded keys and values."""
+
+    key: Hashable
+    position: int
+    layers: dict[int, tuple[Stored, Stored]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return max((int(keys.array.shape[0]) for keys, _ in self.layers.values()), default=0)
+
+    def at(self, position: int) -> _Entry:
+        return _Entry(self.key, position, self.layers)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    end: int = 0
+    entries: list[_Entry] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    batch: Batch
+    rows: dict[int, list[int]]
+    filling: list[tuple[Media, _Entry]]
+    is_reserved: bool
+
+
+@final
+class EncoderCache(Cache):
+    """Keys and values of media, per sequence. Sized by what is put: `capacity` and `max_sequences` do not bound it."""
+
+    def __init__(self) -> None:
+        self._lifecycle = Lifecycle()
+        self._layer: int | None = None
+        self._pass: _Pass | None = None
+        self._sequences: dict[int, _Sequence] = {}
+        self._backend: Backend
+        self._formats: tuple[Format, Format]
+
+    # --- for models ----------------------------------------------------------------------------------------------------
+
+    def set_layer(self, layer: int) -> None:
+        self._layer = integer(layer, "layer")
+
+    def encoder_cached(self, sequence: int) -> bool:
+        """Whether the sequence has media and all of them are filled: the encoder need not run for it."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        known = self._sequences.get(sequence)
+        return bool(known and known.entries) and all(entry.layers for entry in known.entries)
+
+    def put(self, keys: Array, values: Array) -> None:
+        """Fill the media of this batch: with one, arrays of any shape; with several, rows [n,...] one medium after the other."""
+        current, layer = self._started()
+        if not current.filling:
+            raise ValueError(
+                "the batch announces no media; expected Batch(..., media=[Media(index, key)]) before a put"
+            )
+        rows = [self._backend.asarray(array, layer, what) for array, what in ((keys, "keys"), (values, "values"))]
+        parts = self._split(current, rows)
+        if current.is_reserved:
+            return
+        encoded = [
+            tuple(
+                Stored(form.encode(part), form, int(part.shape[-1]))
+                for form, part in zip(self._formats, pair, strict=True)
+            )
+            for pair in parts
+        ]
+        for (_, entry), (stored_keys, stored_values) in zip(current.filling, encoded, strict=True):
+            entry.layers[layer] = (stored_keys, stored_values)
+
+    def get(self) -> History:
+        current, layer = self._started()
+        found = self._visible(current, layer)
+        stored = [pair for pairs in found.values() for pair in pairs]
+        if not stored:
+            raise ValueError(f"no media of the batch's sequences were put in layer {layer}; put keys and values first")
+        keys, values = (self._joined([pair[side] for pair in stored]) for side in (0, 1))
+        if len(current.rows) == 1:
+            return History(keys, values, None)
+        mask = np.full((len(current.batch), sum(int(pair[0].array.shape[0]) for pair in stored)), -np.inf, np.float32)
+        begin = 0
+        for sequence, pairs in found.items():
+            end = begin + sum(int(pair[0].array.shape[0]) for pair in pairs)
+            mask[current.rows[sequence], begin:end] = 0
+            begin = end
+        return History(
+            keys, values, self._backend.cast(self._backend.from_numpy(mask, layer), self._lifecycle.config.mask_dtype)
+        )
+
+    def attend(
+        self, queries: Array, *, scale: float | None = None, softcap: float | None = None, sinks: Array | None = None
+    ) -> Array:
+        current, layer = self._started()
+        found = self._visible(current, layer)
+        pairs = [pair for pairs in found.values() for pair in pairs]
+        queries = self._backend.asarray(queries, layer, "queries")
+        if not pairs or len(pairs[0][0].array.shape) != 3:
+            raise ValueError(
+                f"layer {layer} holds no keys [n,H,D] for the batch's sequences; put them before attending"
+            )
+        keys, values = (self._as_cells([pair[side] for pair in pairs]) for side in (0, 1))
+        heads, head_dim = keys.array.shape[1], keys.head_dim
+        if len(queries.shape) != 3 or queries.shape[2] != head_dim or queries.shape[1] % heads:
+            raise ValueError(f"queries are {list(queries.shape)}; expected [tokens, a multiple of {heads}, {head_dim}]")
+        scale = head_dim**-0.5 if scale is None else scale
+        kernel = kernels.choose(queries, keys, values)
+        return kernel.attend(
+            queries, keys, values, self._segments(current, found), scale=scale, softcap=softcap, sinks=sinks
+        )
+
+    def set_config(self, config: CacheConfig) -> None:
+        self._lifecycle.configure(config)
+
+    # --- for whoever manages the cache ---------------------------------------------------------------------------------
+
+    def init(
+        self,
+        backend: str | Backend,
+        dtype: str | tuple[str, str],
+        max_sequences: int = 1,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+    ) -> None:
+        limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
+        self._backend = backends.create(backend)
+        self._formats = formats.pair(dtype, self._backend)
+        self._lifecycle.begin(limits)
+
+    def close(self) -> None:
+        self._lifecycle.is_closed = True
+        self._pass = None
+        self._sequences.clear()
+
+    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
+        self.prepare_forward(batch, reserve)()
+
+    def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
+        self._lifecycle.limits.check_batch(batch)
+        if len(batch.media) > 1 and any(media.num_tokens is None for media in batch.media):
+            raise ValueError(
+                f"the batch has {len(batch.media)} media; expected num_tokens on each, to share out the put"
+            )
+        filling = [(media, _Entry(media.key, batch.positions[media.index])) for media in batch.media]
+        current = _Pass(batch, group_rows(batch), filling, reserve)
+
+        def effect() -> None:
+            self._pass = current
+            if reserve:
+                return
+            for sequence, rows in current.rows.items():
+                known = self._sequences.setdefault(sequence, _Sequence())
+                known.end = max(known.end, max(batch.positions[row] for row in rows) + 1)
+            for media, entry in filling:
+                entries = self._sequences[batch.sequences[media.index]].entries
+                # The same medium at the same place again replaces what was there.
+                entries[:] = [e for e in entries if (e.key, e.position) != (entry.key, entry.position)]
+                entries.append(entry)
+
+        return effect
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        self.prepare_copy(source, target, length)()
+
+    def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        check_copy(source, target, length)
+
+        def effect() -> None:
+            self._pass = None
+            known = self._sequences.get(source)
+            self._sequences.pop(target, None)
+            if known and min(known.end, length):
+                kept = [entry for entry in known.entries if entry.position < length]
+                self._sequences[target] = _Sequence(min(known.end, length), kept)
+
+        return effect
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        if integer(position, "position") == 0:
+            return True
+        known = self._sequences.get(sequence)
+        if known is None or position > known.end:
+            return False
+        return all(entry.layers for entry in known.entries if entry.position < position)
+
+    def resume_point(self, sequence: int, position: int) -> int:
+        known = self._sequences.get(sequence)
+        if known is None:
+            return 0
+        missing = [entry.position for entry in known.entries if not entry.layers]
+        return min([position, known.end, *missing])
+
+    def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
+        self.prepare_remove(sequence, begin, end)()
+
+    def prepare_remove(
+        self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
+    ) -> Callable[[], None]:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        check_range(sequence, begin, end)
+
+        def effect() -> None:
+            known = self._sequences.get(sequence)
+            if known is None or begin >= known.end or begin == end:
+                return
+            self._pass = None
+            last = known.end if end is None else min(end, known.end)
+            known.entries = [
+                entry.at(moved(entry.position, begin, last))
+                for entry in known.entries
+                if not begin <= entry.position < last
+            ]
+            known.end -= last - begin
+            if not known.end:
+                del self._sequences[sequence]
+
+        return effect
+
+    def sequence(self, sequence: int) -> SequenceView:
+        return TokenlessView(
+            integer(sequence, "sequence", minimum=-(2**63)), self._lifecycle.limits, self, "EncoderCache"
+        )
+
+    def usage(self) -> Usage:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        entries = {id(e.layers): e.layers for known in self._sequences.values() for e in known.entries}
+        sequences = {
+            key: SequenceUsage(sum(entry.num_tokens for entry in known.entries), 0)
+            for key, known in self._sequences.items()
+        }
+        num_bytes = sum(
+            self._backend.num_bytes(stored.array)
+            for layers in entries.values()
+            for pair in layers.values()
+            for stored in pair
+        )
+        return Usage(sum(used.num_tokens for used in sequences.values()), 0, 0, num_bytes, sequences)
+
+    def check(self) -> None:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        for sequence, known in self._sequences.items():
+            if beyond := [entry.position for entry in known.entries if entry.position >= known.end]:
+                raise CorruptState(f"sequence {sequence} ends at {known.end} and has media at {beyond}")
+
+    # --- for its views -------------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> Backend:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        return self._backend
+
+    def end(self, sequence: int) -> int:
+        """The position after the sequence's last token; 0 when it is unknown."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        known = self._sequences.get(sequence)
+        return known.end if known else 0
+
+    def layers(self) -> set[int]:
+        """Layers that hold anything."""
+        return {layer for known in self._sequences.values() for entry in known.entries for layer in entry.layers}
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _started(self) -> tuple[_Pass, int]:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        if self._pass is None:
+            raise ValueError("no forward pass is under way; call start_forward first")
+        if self._layer is None:
+            raise ValueError("no layer is active; call set_layer first")
+        return self._pass, self._layer
+
+    def _split(self, current: _Pass, rows: list[Array]) -> list[tuple[Array, Array]]:
+        """The put arrays, one pair per medium."""
+        if not all(len(array.shape) and array.shape[0] for array in rows):
+            raise ValueError(f"keys {list(rows[0].shape)} and values {list(rows[1].shape)} are empty; expected rows")
+        counts = [media.num_tokens for media, _ in current.filling]
+        if len(counts) == 1 and counts[0] is None:
+            return [(rows[0], rows[1])]
+        expected = sum(count or 0 for count in counts)
+        if any(array.shape[0] != expected for array in rows):
+            raise ValueError(
+                f"keys {list(rows[0].shape)}, values {list(rows[1].shape)}; expected {expected} rows in each, as many as the "
+                f"batch's media have tokens ({counts})"
+            )
+        ends = np.cumsum([0, *(count or 0 for count in counts)]).tolist()
+        return [(rows[0][a:b], rows[1][a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def _visible(self, current: _Pass, layer: int) -> dict[int, list[tuple[Stored, Stored]]]:
+        """Per sequence of the batch, in its order: what its media hold in this layer, in order of position."""
+        found: dict[int, list[tuple[Stored, Stored]]] = {}
+        for sequence in current.rows:
+            known = self._sequences.get(sequence)
+            entries = sorted(known.entries, key=lambda entry: entry.position) if known else []
+            found[sequence] = [entry.layers[layer] for entry in entries if layer in entry.layers]
+        return found
+
+    def _joined(self, stored: list[Stored]) -> Array:
+        rows = [part.format.decode(part.array, part.head_dim) for part in stored]
+        if len(rows) == 1:
+            return rows[0]
+        if len({tuple(array.shape[1:]) for array in rows}) != 1:
+            raise NotSupported(
+                f"media of shapes {[list(a.shape) for a in rows]} cannot be joined; read one sequence at a time"
+            )
+        return self._backend.concatenate(rows, 0)
+
+    def _as_cells(self, stored: list[Stored]) -> Stored:
+        """Encoded rows [n,H,W] as storage of one-slot blocks [n,H,1,W], which is how kernels read them."""
+        arrays = [part.array for part in stored]
+        rows = arrays[0] if len(arrays) == 1 else self._backend.concatenate(arrays, 0)
+        return Stored(rows[:, :, None, :], stored[0].format, stored[0].head_dim)
+
+    def _segments(self, current: _Pass, found: dict[int, list[tuple[Stored, Stored]]]) -> AttentionBatch:
+        segments, begin = [], 0
+        for sequence, rows in current.rows.items():
+            count = sum(int(pair[0].array.shape[0]) for pair in found[sequence])
+            table = np.arange(begin, begin + count, dtype=np.int32)
+            segments.append(Segment(np.asarray(rows, np.int64), table, count, 0, None))
+            begin += count
+        num_tokens = len(current.batch)
+        return AttentionBatch(segments, np.zeros(num_tokens, np.int32), np.full(num_tokens, UNBOUNDED, np.int32), 1)

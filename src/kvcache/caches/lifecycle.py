@@ -1,0 +1,100 @@
+"""What every cache checks alike: configured before `init`, initialised once, not used after `close`; arguments of `init`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+from kvcache.spec import Batch, CacheConfig, integer
+
+__all__ = ["Lifecycle", "Limits", "check_copy", "check_range", "check_truncation"]
+
+
+class Limits(NamedTuple):
+    """The sizes given to `init`, in sequences and tokens."""
+
+    max_sequences: int
+    capacity: int
+    max_batch: int
+
+    def check_batch(self, batch: Batch) -> None:
+        if not isinstance(batch, Batch):
+            raise TypeError(f"start_forward got {type(batch).__name__}; expected a kvcache.Batch")
+        if len(batch) > self.max_batch:
+            raise ValueError(
+                f"the batch has {len(batch)} tokens; expected at most max_batch = {self.max_batch}: split it, or init with a "
+                f"larger max_batch"
+            )
+
+
+@final
+class Lifecycle:
+    """new -> initialised -> closed."""
+
+    __slots__ = ("_config", "_limits", "is_closed")
+
+    def __init__(self) -> None:
+        self._config: CacheConfig | None = None
+        self._limits: Limits | None = None
+        self.is_closed = False
+
+    @property
+    def config(self) -> CacheConfig:
+        return self._config or CacheConfig()
+
+    def configure(self, config: CacheConfig) -> None:
+        if not isinstance(config, CacheConfig):
+            raise TypeError(f"set_config got {type(config).__name__}; expected a kvcache.CacheConfig")
+        if self._config or self._limits or self.is_closed:
+            raise ValueError("set_config was called twice or after init; expected once, before init")
+        self._config = config
+
+    def prepare(self, max_sequences: int, capacity: int | None, max_batch: int | None) -> Limits:
+        """Check the arguments of `init`; changes nothing."""
+        if self.is_closed:
+            raise ValueError("the cache is closed; make a new one")
+        if self._limits:
+            raise ValueError("the cache is initialised already; expected one call of init")
+        if capacity is None:
+            raise ValueError("capacity is missing; expected the number of tokens that a sequence may hold")
+        capacity = integer(capacity, "capacity", minimum=1)
+        max_sequences = integer(max_sequences, "max_sequences", minimum=1)
+        max_batch = capacity if max_batch is None else integer(max_batch, "max_batch", minimum=1)
+        if max_batch > max_sequences * capacity:
+            raise ValueError(
+                f"max_batch is {max_batch} and the cache holds {max_sequences} sequences of {capacity} tokens; expected a "
+                f"capacity that one batch fits into: raise capacity, or lower max_batch"
+            )
+        return Limits(max_sequences, capacity, max_batch)
+
+    def begin(self, limits: Limits) -> None:
+        self._limits = limits
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes given to `init`. Raises `ValueError` before `init` and after `close`."""
+        if self.is_closed:
+            raise ValueError("the cache is closed; make a new one")
+        if self._limits is None:
+            raise ValueError("the cache is not initialised; call init first")
+        return self._limits
+
+
+def check_range(sequence: int, begin: int, end: int | None) -> None:
+    """Raise unless [begin, end) is a range of positions."""
+    integer(sequence, "sequence", minimum=-(2**63))
+    integer(begin, "begin")
+    if end is not None and integer(end, "end") < begin:
+        raise ValueError(f"the range is [{begin}, {end}); expected begin <= end")
+
+
+def check_copy(source: int, target: int, length: int) -> None:
+    """Raise unless the arguments of `copy_prefix` are integers and the length is not negative."""
+    integer(source, "source", minimum=-(2**63))
+    integer(target, "target", minimum=-(2**63))
+    integer(length, "length")
+
+
+def check_truncation(seq_len: int, end: int) -> None:
+    """Raise unless a sequence that ends at `end` can be cut to `seq_len` tokens."""
+    if integer(seq_len, "seq_len") > end:
+        raise ValueError(f"seq_len is {seq_len} and the sequence has {end} tokens; expected no more than that")

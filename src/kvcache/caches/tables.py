@@ -1,0 +1,314 @@
+"""The sequences of one cache over its pool: who holds which block, who must copy, what is forgotten. No tensors.
+
+Every change is planned first: a plan has counted the blocks that it frees and takes, so applying it cannot fail.
+
+    plan(groups)            the batch's tokens by sequence -> Plan, or CacheFull
+        forget              whole blocks that the span has outgrown, of resting sequences too
+        place               room in the last block (copied first if it is shared), then free blocks, then holes
+    apply(plan)             -> the slot of every token, and the block copies that the storage must make
+
+Holes (left by a removal inside a block) come last and only when the pool is short, because filling them puts a sequence's
+slots out of order; nothing is lost to them, though.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Indices
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.blocks import BlockPool
+from kvcache.errors import CacheFull, NotSupported
+from kvcache.sequences import Sequence, moved
+from kvcache.spans import Span
+from kvcache.spec import SequenceUsage
+
+__all__ = ["Applied", "Plan", "Removal", "Tables"]
+
+_NO_SLOTS = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a plan does to one sequence. `positions` of tokens to come (empty: it rests); table indices count before `drops`."""
+
+    sequence: int
+    table: Sequence
+    drops: Indices[int]
+    positions: Indices[int]
+    holes: NDArray[np.int64] = field(default_factory=lambda: _NO_SLOTS)
+    copy_tail: bool = False
+    num_new_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Plan:
+    """A change to the tables that is known to fit. `pending`: the new slots are taken, not yet tokens."""
+
+    steps: list[_Step]
+    settled: set[int]
+    pending: bool
+
+
+class Applied(NamedTuple):
+    """Slots of the new tokens by sequence (int64, in the order of their positions in the plan), and blocks to copy."""
+
+    slots: dict[int, NDArray[np.int64]]
+    sources: list[int]
+    targets: list[int]
+
+
+class Removal(NamedTuple):
+    """A planned `remove`: the slots whose keys must be shifted, in table order (none: the end was cut off)."""
+
+    sequence: int
+    begin: int
+    end: int
+    later: NDArray[np.int64]
+
+
+@final
+class Tables:
+    """All sequences of one cache. `span` is resolved; block ids are those of `pool`."""
+
+    __slots__ = ("_unsettled", "block_size", "pool", "sequences", "span")
+
+    def __init__(self, span: Span, block_size: int, num_blocks: int) -> None:
+        self.span = span
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.sequences: dict[int, Sequence] = {}
+        self._unsettled: set[int] = set()  # sequences that changed since their outgrown blocks were last looked for
+
+    # --- a batch -------------------------------------------------------------------------------------------------------
+
+    def plan(self, groups: Mapping[int, Indices[int]], *, pending: bool = False) -> Plan:
+        """Plan places for tokens at `groups[sequence]`. O(tokens + blocks freed) for dense sequences.
+
+        With `pending`, positions are placeholders: forgetting goes by each sequence's end. Raises `CacheFull`.
+        """
+        released: Counter[int] = Counter()
+        resting = self._unsettled - groups.keys()
+        steps = [self._forget(sequence, (), self.sequences[sequence].end) for sequence in resting]
+        for sequence, positions in groups.items():
+            table = self.sequences.get(sequence)
+            lowest = min(positions) if not pending else table.end if table else 0
+            steps.append(self._forget(sequence, positions, lowest))
+        num_free = self.pool.num_free
+        for step in steps:
+            for index in step.drops:
+                num_free += self._release_one(step.table.table[index], released)
+        shared = dict(released)
+        needed = sum(self._place(step, released, use_holes=False) for step in steps)
+        if needed > num_free:
+            needed = sum(self._place(step, Counter(shared), use_holes=True) for step in steps)
+            if needed > num_free:
+                raise CacheFull(needed * self.block_size, num_free * self.block_size)
+        return Plan(steps, resting, pending)
+
+    def apply(self, plan: Plan) -> Applied:
+        """Carry out a plan made from the present state."""
+        applied = Applied({}, [], [])
+        for step in plan.steps:  # all that is freed first: the plan counts on it
+            if step.drops:
+                self.pool.release(step.table.drop_blocks(step.drops))
+        self._unsettled -= plan.settled
+        for step in plan.steps:
+            if len(step.positions):
+                self.sequences[step.sequence] = step.table
+                self._unsettled.add(step.sequence)
+                applied.slots[step.sequence] = self._take(step, plan.pending, applied)
+        return applied
+
+    def _forget(self, sequence: int, positions: Indices[int], lowest: int) -> _Step:
+        table = self.sequences.get(sequence) or Sequence(self.block_size)
+        return _Step(sequence, table, table.forgettable_blocks(self.span.retained_from(lowest)), positions)
+
+    def _release_one(self, block: int, released: Counter[int]) -> int:
+        """Count one reference less; 1 when that frees the block."""
+        references = self.pool.references(block)
+        if references == 1:
+            return 1
+        released[block] += 1
+        return int(references == released[block])
+
+    def _place(self, step: _Step, released: Counter[int], *, use_holes: bool) -> int:
+        """Decide where a step's tokens go; the number of blocks that this takes."""
+        count = len(step.positions)
+        if not count:
+            return 0
+        table = step.table
+        if use_holes:
+            step.holes = self._writable_holes(step)[:count]
+            count -= len(step.holes)
+        has_tail = len(table.table) > 0 and not (step.drops and step.drops[-1] == len(table.table) - 1)
+        room = table.tail_room if has_tail else 0
+        step.copy_tail = False
+        if room and count:
+            tail = table.table[len(table.table) - 1]
+            step.copy_tail = self.pool.references(tail) - released[tail] > 1
+            released[tail] += step.copy_tail
+        step.num_new_blocks = max(0, -(-(count - room) // self.block_size))
+        return step.num_new_blocks + step.copy_tail
+
+    def _writable_holes(self, step: _Step) -> NDArray[np.int64]:
+        """Empty slots inside blocks that this sequence alone names, as indices after the step's drops."""
+        holes = step.table.holes()
+        if not len(holes):
+            return _NO_SLOTS
+        table = step.table.table
+        mine = np.array([self.pool.references(table[i]) == 1 for i in range(len(table))])
+        mine[list(step.drops)] = False
+        blocks = holes // self.block_size
+        shift = np.searchsorted(np.asarray(step.drops, np.int64), blocks) * self.block_size
+        return (holes - shift)[mine[blocks]]
+
+    def _take(self, step: _Step, pending: bool, applied: Applied) -> NDArray[np.int64]:
+        table = step.table
+        if step.copy_tail:
+            self._make_own(table, len(table.table) - 1, applied)
+        if step.num_new_blocks:
+            table.table.extend(self.pool.allocate(step.num_new_blocks))
+        num_holes = len(step.holes)
+        begin, rest = table.num_slots, step.positions[num_holes:]
+        if pending:
+            table.pending.extend(int(i) for i in step.holes)
+            table.append_pending(len(rest))
+        elif len(rest):
+            table.append(rest)
+        if num_holes and not pending:
+            table.fill(step.holes, step.positions[:num_holes])
+        return table.slots(
+            np.concatenate([step.holes, np.arange(begin, begin + len(rest))])
+            if num_holes
+            else np.arange(begin, begin + len(rest))
+        )
+
+    def _make_own(self, table: Sequence, index: int, applied: Applied) -> None:
+        """Give a table entry a block of its own in place of a shared one."""
+        source = table.table[index]
+        (target,) = self.pool.allocate(1)
+        self.pool.release((source,))
+        table.table[index] = target
+        applied.sources.append(source)
+        applied.targets.append(target)
+
+    # --- appended tokens -----------------------------------------------------------------------------------------------
+
+    def commit(self, sequence: int, num_tokens: int) -> None:
+        """The first `num_tokens` pending slots become tokens after the end; the others are given back. O(slots)."""
+        table = self.sequences[sequence]
+        indices = np.asarray(table.pending[:num_tokens], np.int64)
+        table.pending = []
+        table.appended = {}
+        if num_tokens:
+            table.fill(indices, range(table.end, table.end + num_tokens))
+        self.pool.release(table.compact())
+        self._drop_if_empty(sequence)
+
+    # --- prefixes and removals -----------------------------------------------------------------------------------------
+
+    def can_resume(self, sequence: int, position: int) -> bool:
+        """See `Cache.can_resume`. O(1)."""
+        if position == 0:
+            return True
+        table = self.sequences.get(sequence)
+        if table is None or position > table.end:
+            return False
+        return max(0, self.span.begin(position)) >= table.floor
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """See `Cache.copy_prefix`. O(slots of the source)."""
+        table = self.sequences.get(source)
+        copy = table.prefix(length) if table else None
+        if copy:
+            self.pool.share(copy.table.view.tolist())
+        self.free(target)
+        if copy and copy.end:
+            self.sequences[target] = copy
+            self._unsettled.add(target)
+
+    def plan_removal(self, sequence: int, begin: int, end: int | None, *, can_shift: bool) -> Removal | None:
+        """Plan to take [begin, end) out; `None` when that changes nothing. Raises `NotSupported` or `CacheFull`."""
+        table = self.sequences.get(sequence)
+        if table is None or begin >= table.end or begin == end:
+            return None
+        later = table.indices_between(end, table.end) if end is not None else _NO_SLOTS
+        if end is None or not len(later):
+            new_end, floor, end = begin, min(table.floor, begin), max(table.end, begin + 1)
+        else:
+            new_end, floor = table.end - (end - begin), moved(table.floor, begin, end)
+        if new_end and max(0, self.span.begin(new_end)) < floor:
+            raise NotSupported(
+                f"removing [{begin}, {end}) of sequence {sequence} needs positions from {max(0, self.span.begin(new_end))} on, "
+                f"and those below {floor} were forgotten ({self.span}); remove the whole sequence and recompute it, or retain "
+                f"more (Sliding's memory)"
+            )
+        if len(later):
+            if not can_shift:
+                raise NotSupported(
+                    f"removing [{begin}, {end}) of sequence {sequence} moves {len(later)} later tokens and this cache has no "
+                    f"shift function; give CausalCache a shift, or remove to the end and recompute"
+                )
+            self._check_room_to_move(table, begin, end, later)
+        return Removal(sequence, begin, end, later)
+
+    def apply_removal(self, removal: Removal) -> Applied:
+        """Carry out a planned removal. `slots` of the sequence: where the later tokens lie now, in the order of `later`."""
+        table = self.sequences[removal.sequence]
+        applied = Applied({}, [], [])
+        moves = len(removal.later) > 0
+        self.pool.release(table.erase(removal.begin, removal.end, move=moves))
+        if moves:
+            later = table.indices_between(removal.begin, table.end)
+            for index in np.unique(later // self.block_size):
+                if self.pool.references(table.table[int(index)]) > 1:
+                    self._make_own(table, int(index), applied)
+            applied.slots[removal.sequence] = table.slots(later)
+        self._unsettled.add(removal.sequence)
+        self._drop_if_empty(removal.sequence)
+        return applied
+
+    def _check_room_to_move(self, table: Sequence, begin: int, end: int, later: NDArray[np.int64]) -> None:
+        """Shared blocks among the later ones are copied; blocks that the removal empties make room for that."""
+        positions = table.positions.view
+        kept = np.flatnonzero((positions >= 0) & ((positions < begin) | (positions >= end))) // self.block_size
+        emptied = set(range(len(table.table))) - set(kept.tolist())
+        num_free = self.pool.num_free + sum(self.pool.references(table.table[i]) == 1 for i in emptied)
+        needed = sum(self.pool.references(table.table[int(i)]) > 1 for i in np.unique(later // self.block_size))
+        if needed > num_free:
+            raise CacheFull(needed * self.block_size, num_free * self.block_size)
+
+    def free(self, sequence: int) -> None:
+        """Give back everything that a sequence holds. Unknown sequences are fine."""
+        table = self.sequences.pop(sequence, None)
+        self._unsettled.discard(sequence)
+        if table:
+            self.pool.release(table.table.view.tolist())
+
+    def _drop_if_empty(self, sequence: int) -> None:
+        table = self.sequences[sequence]
+        if not table.end and not table.num_slots:
+            self.free(sequence)
+
+    # --- telling and proving -------------------------------------------------------------------------------------------
+
+    def usage(self) -> dict[int, SequenceUsage]:
+        """Tokens and blocks of every sequence."""
+        return {key: SequenceUsage(table.num_tokens, len(table.table)) for key, table in self.sequences.items()}
+
+    def check(self) -> None:
+        """Raise `CorruptState` unless tables and pool agree. O(slots)."""
+        for table in self.sequences.values():
+            table.check()
+        self.pool.check(Counter(_chain(table.table.view.tolist() for table in self.sequences.values())))
+
+
+def _chain(lists: Iterable[list[int]]) -> Iterable[int]:
+    for values in lists:
+        yield from values

@@ -1,0 +1,82 @@
+"""The sequence face of caches that do not hold a key and a value per token: it can rewind and free, not append."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, Protocol, final
+
+from kvcache.backends import Backend
+from kvcache.caches.lifecycle import Limits, check_truncation
+from kvcache.errors import NotSupported
+from kvcache.spec import Array, Device, integer
+from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
+
+__all__ = ["TokenlessView"]
+
+
+class _Owner(Protocol):
+    @property
+    def backend(self) -> Backend: ...
+    def end(self, sequence: int) -> int: ...
+    def layers(self) -> set[int]: ...
+    def remove(self, sequence: int, begin: int, end: int | None = None) -> None: ...
+
+
+@final
+class TokenlessView(SequenceView):
+    """One sequence of an `EncoderCache` or a `RecurrentCache`."""
+
+    __slots__ = ("_kind", "_limits", "_owner", "_sequence")
+
+    def __init__(self, sequence: int, limits: Limits, owner: _Owner, kind: str) -> None:
+        self._sequence = sequence
+        self._limits = limits
+        self._owner = owner
+        self._kind = kind
+
+    @property
+    def seq_len(self) -> int:
+        return self._owner.end(self._sequence)
+
+    @property
+    def max_seq_len(self) -> int:
+        return self._limits.capacity
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return any(self._owner.backend.device(layer).is_gpu for layer in self._owner.layers())
+
+    def append(self, layer: int, keys: Array, values: Array) -> Appended:
+        self._refuse("append")
+
+    def commit(self, num_tokens: int) -> None:
+        self.prepare_commit(num_tokens)()
+
+    def prepare_commit(self, num_tokens: int) -> Callable[[], None]:
+        if integer(num_tokens, "num_tokens"):
+            self._refuse("commit")
+        return lambda: None
+
+    def views(self, layer: int) -> list[View]:
+        self._refuse("views")
+
+    def packed_views(self, layer: int) -> list[PackedView]:
+        self._refuse("packed_views")
+
+    def contiguous_kv(self, layer: int, length: int) -> ContiguousKV | None:
+        self._refuse("contiguous_kv")
+
+    def layer_device(self, layer: int) -> Device:
+        return self._owner.backend.device(integer(layer, "layer"))
+
+    def truncate(self, seq_len: int) -> None:
+        check_truncation(seq_len, self.seq_len)
+        self._owner.remove(self._sequence, seq_len)
+
+    def free(self) -> None:
+        self._owner.remove(self._sequence, 0)
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise NotSupported(
+            f"{self._kind} holds no key and value per token, so a sequence view has no {operation}; use start_forward, put and get"
+        )

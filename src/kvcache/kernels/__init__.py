@@ -1,0 +1,173 @@
+"""Kernels: attention over the blocks of a cache, read in place.
+
+One signature, several implementations. `reference` is the definition, written to be read; the others are tested equal
+to it.
+
+| name        | arrays | what it is                                                                 |
+|-------------|--------|----------------------------------------------------------------------------|
+| `sdpa`      | torch  | PyTorch's own operators over gathered blocks, grouped queries not repeated |
+| `reference` | any    | NumPy in float64; the definition                                           |
+
+The fastest that does not refuse is taken. `KVCACHE_KERNEL` names one and overrides the choice; an unknown name raises
+`ValueError`, and so does one that refuses. A kernel joins by a line in `_KERNELS` and one in the contract tests.
+
+What a kernel is given is the same for every layer of a pass and is made once: an `AttentionBatch` of `Segment`s. Spans,
+causality and its exceptions have become two numbers per query by then: a query sees the positions
+`[query_begins[t], query_ends[t])` of its own segment, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.formats import Stored
+from kvcache.spec import Array
+
+__all__ = ["KERNELS", "AttentionBatch", "Kernel", "Segment", "choose", "queries_per_head"]
+
+
+class _Entry(NamedTuple):
+    """Where a kernel lives: module and class, imported when first wanted, and the library whose arrays it reads."""
+
+    module: str
+    cls: str
+    library: str | None  # None: any
+
+
+# The order is the preference: fastest first, and last the one that reads everything.
+_KERNELS = {
+    "sdpa": _Entry("kvcache.kernels.sdpa", "SdpaKernel", "torch"),
+    "reference": _Entry("kvcache.kernels.reference", "ReferenceKernel", None),
+}
+KERNELS = tuple(_KERNELS)
+"""The names that `KVCACHE_KERNEL` may have, fastest first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One sequence of a pass: its queries, and where its tokens lie.
+
+    rows: int64 [n], the batch rows that are its queries, in any order.
+    block_table: int32 [ceil(num_slots / block_size)], ids into the storage. Slot j of the segment lies in block
+        `block_table[j // block_size]` at offset `j % block_size`.
+    num_slots: slots of the table that are in use, empty ones among them included.
+    first_position: the position of slot 0, meant only when `positions` is `None`.
+    positions: int32 [num_slots], the position in each slot and -1 for an empty one (its contents are undefined and must
+        not reach a result); `None` says that slot j holds position `first_position + j`, the ordinary case.
+    """
+
+    rows: NDArray[np.int64]
+    block_table: NDArray[np.int32]
+    num_slots: int
+    first_position: int
+    positions: NDArray[np.int32] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class AttentionBatch:
+    """What every layer of one pass shares. A value: kernels keep what they derive from it, so its arrays never change.
+
+    Row t of the queries sees the positions `[query_begins[t], query_ends[t])` of its segment, int32 [T] each. Each row
+    belongs to exactly one segment.
+    """
+
+    segments: Sequence[Segment]
+    query_begins: NDArray[np.int32]
+    query_ends: NDArray[np.int32]
+    block_size: int
+
+
+class Kernel(ABC):
+    """Attention over stored blocks."""
+
+    name: str
+
+    @abstractmethod
+    def refusal(self, queries: Array, keys: Stored, values: Stored) -> str | None:
+        """Why this kernel cannot read these arrays; `None` when it can."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: Array,
+        keys: Stored,
+        values: Stored,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+    ) -> Array:
+        """Attention output [T,Hq,Dv] of queries [T,Hq,D], in the element type of the queries.
+
+        score = scale * (q . k); with `softcap` c: c * tanh(score / c). `sinks` [Hq] adds one column to each head's
+        softmax that has a score but no value (GPT-OSS). Query head h reads key/value head `h // (Hq / H)`. A query that
+        sees nothing gives zeros.
+        """
+
+
+def choose(queries: Array, keys: Stored, values: Stored) -> Kernel:
+    """The fastest kernel that reads these arrays, or the one that `KVCACHE_KERNEL` names.
+
+    Raises `ValueError` when that is no kernel's name, or names a kernel that cannot read them. Cost: about 1 µs.
+    """
+    forced = os.environ.get("KVCACHE_KERNEL")
+    if forced:
+        if forced not in _KERNELS:
+            raise ValueError(f"KVCACHE_KERNEL is {forced!r}; expected one of {', '.join(KERNELS)}, or leave it unset")
+        chosen = _candidate(forced, queries, keys, values)
+        if isinstance(chosen, str):
+            raise ValueError(f"KVCACHE_KERNEL is {forced!r}, and that kernel refuses: {chosen}; leave it unset to choose")
+        return chosen
+    for name in KERNELS:
+        chosen = _candidate(name, queries, keys, values)
+        if not isinstance(chosen, str):
+            return chosen
+    raise ValueError(f"no kernel reads these arrays: {chosen}")
+
+
+def queries_per_head(queries: Array, keys: Stored, values: Stored) -> int:
+    """How many query heads share one key/value head (G = Hq / H).
+
+    Raises `ValueError` for queries that do not fit the stored keys and values: what every `attend` checks first.
+    """
+    num_heads = keys.array.shape[1]
+    shape = queries.shape
+    if len(shape) != 3 or shape[2] != keys.head_dim or shape[1] % num_heads or values.array.shape[1] != num_heads:
+        raise ValueError(
+            f"queries have shape {tuple(shape)}, keys {num_heads} heads of {keys.head_dim} and values "
+            f"{values.array.shape[1]} heads of {values.head_dim}; expected queries [T,Hq,D] with the keys' D, "
+            f"and Hq a multiple of their {num_heads} heads"
+        )
+    return int(shape[1]) // int(num_heads)
+
+
+_loaded: dict[str, Kernel | str] = {}  # a kernel, or why it cannot be had on this machine
+
+
+def _candidate(name: str, queries: Array, keys: Stored, values: Stored) -> Kernel | str:
+    """The kernel of that name, or why it cannot read these arrays. Imports nothing for another library's arrays."""
+    library = _KERNELS[name].library
+    found = type(keys.array).__module__.partition(".")[0]
+    if library is not None and library != found:
+        return f"it reads {library} arrays and the cache holds {found} arrays"
+    kernel = _loaded.get(name) or _load(name)
+    return kernel if isinstance(kernel, str) else kernel.refusal(queries, keys, values) or kernel
+
+
+def _load(name: str) -> Kernel | str:
+    entry = _KERNELS[name]
+    try:
+        kernel: Kernel | str = getattr(importlib.import_module(entry.module), entry.cls)()
+    except ImportError as error:
+        kernel = f"it cannot be imported ({error})"
+    _loaded[name] = kernel
+    return kernel

@@ -1,0 +1,157 @@
+"""The nouns that every layer shares: plain frozen values, no tensors, no behaviour beyond checking themselves.
+
+Letters in shapes, everywhere in the package:
+
+| letter | counts                                  | letter | counts                                    |
+|--------|-----------------------------------------|--------|-------------------------------------------|
+| T      | tokens of one batch (rows of a forward) | S      | stored tokens that a batch sees (columns) |
+| H      | key/value heads                         | Hq     | query heads, a multiple of H              |
+| D      | values of one key head                  | Dv     | values of one value head                  |
+| N      | blocks of a pool                        | W      | stored elements of one row, after encoding |
+
+`Array` is whatever the backend calls an array: `numpy.ndarray`, `torch.Tensor` or `mlx.core.array`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+__all__ = ["Array", "Batch", "CacheConfig", "Device", "History", "Match", "Media", "SequenceUsage", "Usage"]
+
+Array: TypeAlias = Any
+
+MASK_DTYPES = ("f32", "f16", "bf16")
+
+
+def integer(value: object, what: str, minimum: int = 0) -> int:
+    """`value` as an `int` of at least `minimum`; NumPy integers pass, floats, bools and text do not."""
+    try:
+        number = operator.index(value)  # type: ignore[call-overload]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected an integer")
+    if number < minimum:
+        raise ValueError(f"{what} is {number}; expected at least {minimum}")
+    return int(number)
+
+
+def _integers(values: Iterable[int], what: str) -> tuple[int, ...]:
+    if hasattr(values, "tolist"):  # arrays and tensors: one call instead of one per element
+        values = values.tolist()
+    if type(values) not in (list, tuple):
+        values = list(values)
+    for value in values:
+        if type(value) is not int or value < 0:  # the slow check only where the quick one fails
+            return tuple(integer(v, f"{what}[{i}]") for i, v in enumerate(values))
+    return tuple(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """An image, a sound or any other encoder input that enters the batch.
+
+    `index` is the row of the batch at which it stands, `key` identifies its content (equal keys, equal content), and
+    `num_tokens` says how many rows of the encoder output are its own, needed when a batch carries several.
+    """
+
+    index: int
+    key: Hashable
+    num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        integer(self.index, "Media.index")
+        if self.num_tokens is not None:
+            integer(self.num_tokens, "Media.num_tokens", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one forward pass: row i is the token of `sequences[i]` at `positions[i]`.
+
+    Raises `ValueError` for an empty batch, unequal lengths, a negative position, or media outside the batch.
+    """
+
+    positions: Sequence[int]
+    sequences: Sequence[int]
+    media: Sequence[Media] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "positions", _integers(self.positions, "Batch.positions"))
+        object.__setattr__(self, "sequences", _integers(self.sequences, "Batch.sequences"))
+        object.__setattr__(self, "media", tuple(self.media))
+        if len(self.positions) != len(self.sequences):
+            raise ValueError(
+                f"Batch has {len(self.positions)} positions and {len(self.sequences)} sequences; expected one of each per token"
+            )
+        if not self.positions:
+            raise ValueError("Batch is empty; expected at least one token")
+        for media in self.media:
+            if media.index >= len(self.positions):
+                raise ValueError(
+                    f"Media.index is {media.index} in a batch of {len(self.positions)} tokens; expected an index into the batch"
+                )
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class History(NamedTuple):
+    """What the queries of a batch see: keys [S,H,D], values [S,H,Dv] ([H,Dv,S] when permuted), mask [T,S] additive or `None`."""
+
+    keys: Array
+    values: Array
+    mask: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How a model wants its history: values as [H,Dv,S], columns padded to a multiple, the mask's element type."""
+
+    permuted_values: bool = False
+    padding: int = 1
+    mask_dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        integer(self.padding, "CacheConfig.padding", minimum=1)
+        if self.mask_dtype not in MASK_DTYPES:
+            raise ValueError(f"CacheConfig.mask_dtype is {self.mask_dtype!r}; expected one of {', '.join(MASK_DTYPES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where the arrays of a layer live: `Device("cpu")`, `Device("cuda:1")`."""
+
+    name: str
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name.partition(":")[0] not in ("cpu", "meta")
+
+
+class Match(NamedTuple):
+    """How much of a prompt is already cached, and why not more."""
+
+    num_tokens: int
+    reason: str
+
+
+class SequenceUsage(NamedTuple):
+    """What one sequence holds: tokens it can still show, and blocks its table names (shared ones included)."""
+
+    num_tokens: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a cache holds. `num_blocks` is the size of the pool, `num_tokens` the sum over sequences, `num_bytes` the arrays'."""
+
+    num_tokens: int
+    num_blocks: int
+    num_free_blocks: int
+    num_bytes: int
+    sequences: Mapping[int, SequenceUsage] = field(default_factory=dict)
