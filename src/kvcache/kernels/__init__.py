@@ -125,7 +125,9 @@ def choose(queries: Array, keys: Stored, values: Stored) -> Kernel:
             raise ValueError(f"KVCACHE_KERNEL is {forced!r}; expected one of {', '.join(KERNELS)}, or leave it unset")
         chosen = _candidate(forced, queries, keys, values)
         if isinstance(chosen, str):
-            raise ValueError(f"KVCACHE_KERNEL is {forced!r}, and that kernel refuses: {chosen}; leave it unset to choose")
+            raise ValueError(
+                f"KVCACHE_KERNEL is {forced!r}, and that kernel refuses: {chosen}; leave it unset to choose"
+            )
         return chosen
     for name in KERNELS:
         chosen = _candidate(name, queries, keys, values)
