@@ -1,0 +1,212 @@
+"""`attn_implementation="kvcache"`: attention of unmodified transformers models that reads a cache's blocks in place.
+
+A model calls `cache.update(keys, values, layer)` and hands what comes back to its attention function. A cache of ours
+answers with the new keys *tagged* with a `Reader`, an attribute that travels with the tensor (through Gemma's shared
+layers too), and the function below asks the reader instead of looking at the keys:
+
+| keys     | mask | what happens                                                                                       |
+|----------|------|----------------------------------------------------------------------------------------------------|
+| tagged   | None | `reader.attend(queries)`: blocks in place; causality, span and left padding are the cache's own    |
+| tagged   | any  | `reader.gather()`, then attention with that mask (image blocks, holes in the padding, 4D masks)    |
+| untagged | any  | attention as transformers would do it (encoders, cross attention, other caches, no cache)          |
+
+Whether a mask is needed is decided where transformers makes masks: `get_mask_sizes` of our caches answers with a
+`MaskLength`, an `int` that remembers its cache, and the mask function registered here returns `None` exactly when the
+pattern is the plain one and the padding is what the cache knows; else it makes the real mask. Without a `MaskLength` it
+makes what PyTorch's attention would get.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+__all__ = ["NAME", "Gathered", "MaskLength", "Reader", "is_in_place", "reader_of", "register", "tag"]
+
+NAME = "kvcache"
+"""The name for `attn_implementation`."""
+
+_TAG = "_kvcache_reader"
+
+
+class Gathered(NamedTuple):
+    """Keys [B,H,S,D] and values [B,H,S,Dv] as models expect them, columns in the order of tokens."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Reader(ABC):
+    """What tagged keys carry: a way to read one layer of a cache for the pass under way."""
+
+    @property
+    @abstractmethod
+    def window(self) -> int | None:
+        """The sliding window of the layer, own token included; `None` without one."""
+
+    @abstractmethod
+    def attend(self, queries: Tensor, *, scale: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+        """Attention [B,q,Hq,Dv] of queries [B,Hq,q,D]; zeros for queries of padding."""
+
+    @abstractmethod
+    def gather(self) -> Gathered:
+        """The columns that the mask of this layer has, as last told by `get_mask_sizes`."""
+
+    @abstractmethod
+    def knows_padding(self, attention_mask: Tensor | None) -> bool:
+        """Whether this padding mask [B, columns] hides nothing but what the cache leaves out by itself."""
+
+
+class MaskLength(int):
+    """The number of mask columns, for `get_mask_sizes`; `reader` decides whether a mask is needed at all."""
+
+    reader: Reader
+
+    def __new__(cls, value: int, reader: Reader) -> MaskLength:
+        length = int.__new__(cls, value)
+        length.reader = reader
+        return length
+
+
+def tag(keys: Tensor, reader: Reader) -> Tensor:
+    """A view of `keys` that carries `reader` to the attention function."""
+    tagged = keys.view_as(keys)
+    setattr(tagged, _TAG, reader)
+    return tagged
+
+
+def reader_of(keys: Tensor) -> Reader | None:
+    """The reader of tagged keys."""
+    return getattr(keys, _TAG, None)
+
+
+def register() -> None:
+    """Make `attn_implementation="kvcache"` known to transformers. Repeating it changes nothing."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask_for)
+
+
+def is_in_place(config: Any) -> bool:
+    """Whether a model with this (text) config attends through `attention_forward`."""
+    return getattr(config, "_attn_implementation", None) == NAME
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: queries [B,Hq,q,D] over keys [B,H,S,D]; output [B,q,Hq,Dv], no weights."""
+    reader = reader_of(key)
+    if reader is not None:
+        if sliding_window is not None and reader.window != sliding_window:
+            raise ValueError(
+                f"the layer attends to a window of {sliding_window} tokens and the cache keeps it for {reader.window}; "
+                f"make the cache for this model: cache_for(model, ...)"
+            )
+        if attention_mask is None and position_bias is None and is_causal is not False and not dropout:
+            return reader.attend(query, scale=scaling, softcap=softcap, sinks=s_aux), None
+        key, value = reader.gather()
+    if softcap is None and s_aux is None:
+        output, _ = sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            position_bias=position_bias,
+        )
+        return output, None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    bias = _additive(attention_mask, position_bias, query, key, is_causal=causal)
+    return _explicit(query, key, value, bias, dropout, scaling, softcap, s_aux), None
+
+
+def attention_mask_for(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """transformers' mask function: bool [B,1,q,S], `None` where a cache of ours sees to everything itself."""
+    in_place = isinstance(kv_length, MaskLength)
+    # transformers allows the skip for plain causal, sliding and chunked patterns only: not for image blocks, packed rows
+    # or bidirectional attention.
+    if in_place and allow_is_causal_skip and kv_length.reader.knows_padding(attention_mask):
+        return None
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=int(kv_length),
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip and not in_place,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and not in_place,
+        **kwargs,
+    )
+    return mask
+
+
+def _additive(
+    mask: Tensor | None, position_bias: Tensor | None, query: Tensor, key: Tensor, *, is_causal: bool
+) -> Tensor | None:
+    """Mask and position bias as one additive tensor; without a mask, several queries are causal, ends aligned."""
+    q, S = query.shape[2], key.shape[2]
+    if mask is None and is_causal and q > 1:
+        mask = torch.ones((q, S), dtype=torch.bool, device=query.device).tril(S - q)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
+    if mask is None or position_bias is None:
+        return position_bias if mask is None else mask
+    return mask + position_bias
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with the scores at hand, softmax in float32: softcap (Gemma 2), sinks (GPT-OSS)."""
+    B, Hq, q, D = query.shape
+    H, S = key.shape[1], key.shape[2]
+    folded = query.reshape(B, H, Hq // H * q, D)
+    scores = torch.matmul(folded, key.transpose(2, 3)) * (D**-0.5 if scaling is None else scaling)
+    scores = scores.view(B, Hq, q, S).float()
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    if sinks is not None:
+        column = sinks.to(scores).reshape(1, Hq, 1, 1).expand(B, Hq, q, 1)
+        weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    weights = torch.dropout(weights.to(value.dtype), dropout, train=dropout > 0.0)
+    output = torch.matmul(weights.reshape(B, H, Hq // H * q, S), value)
+    return output.view(B, Hq, q, value.shape[3]).transpose(1, 2).contiguous()
