@@ -6,8 +6,8 @@ layers too), and the function below asks the reader instead of looking at the ke
 
 | keys     | mask | what happens                                                                                       |
 |----------|------|----------------------------------------------------------------------------------------------------|
-| tagged   | None | `reader.attend(queries)`: blocks in place; causality, span and left padding are the cache's own    |
-| tagged   | any  | `reader.gather()`, then attention with that mask (image blocks, holes in the padding, 4D masks)    |
+| tagged   | None | `reader.attend(call)`: blocks in place; causality, span and left padding are the cache's own       |
+| tagged   | any  | it answers `None`: `reader.gather()`, then attention with that mask (image blocks, holes, 4D masks) |
 | untagged | any  | attention as transformers would do it (encoders, cross attention, other caches, no cache)          |
 
 Whether a mask is needed is decided where transformers makes masks: `get_mask_sizes` of our caches answers with a
@@ -19,7 +19,7 @@ makes what PyTorch's attention would get.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-__all__ = ["NAME", "Gathered", "MaskLength", "Reader", "is_in_place", "reader_of", "register", "tag"]
+__all__ = ["NAME", "Call", "Gathered", "MaskLength", "Reader", "is_in_place", "reader_of", "register", "tag"]
 
 NAME = "kvcache"
 """The name for `attn_implementation`."""
@@ -42,6 +42,29 @@ class Gathered(NamedTuple):
     values: Tensor
 
 
+class Call(NamedTuple):
+    """One call of an attention function.
+
+    queries: [B,Hq,q,D] of `module`; mask: bool or additive [B,1,q,S], or `None`; scale: `None` for D**-0.5; softcap,
+    sinks [Hq], position_bias [1,Hq,q,S]: `None` without; is_causal: `None` when the model leaves it to the mask.
+    """
+
+    module: nn.Module
+    queries: Tensor
+    mask: Tensor | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    position_bias: Tensor | None
+    is_causal: bool | None
+    dropout: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether causality, the span and the padding that the cache knows say all: blocks can be read in place."""
+        return self.mask is None and self.position_bias is None and self.is_causal is not False and not self.dropout
+
+
 class Reader(ABC):
     """What tagged keys carry: a way to read one layer of a cache for the pass under way."""
 
@@ -51,8 +74,8 @@ class Reader(ABC):
         """The sliding window of the layer, own token included; `None` without one."""
 
     @abstractmethod
-    def attend(self, queries: Tensor, *, scale: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
-        """Attention [B,q,Hq,Dv] of queries [B,Hq,q,D]; zeros for queries of padding."""
+    def attend(self, call: Call) -> Tensor | None:
+        """Attention [B,q,Hq,Dv], zeros for queries of padding; `None` when whole keys are needed, see `gather`."""
 
     @abstractmethod
     def gather(self) -> Gathered:
@@ -68,7 +91,7 @@ class MaskLength(int):
 
     reader: Reader
 
-    def __new__(cls, value: int, reader: Reader) -> MaskLength:
+    def __new__(cls, value: int, reader: Reader) -> Self:  # noqa: D102  described by the class
         length = int.__new__(cls, value)
         length.reader = reader
         return length
@@ -110,9 +133,9 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     sliding_window: int | None = None,
-    **kwargs: Any,
+    **kwargs: Any,  # noqa: ARG001  what other implementations want
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: queries [B,Hq,q,D] over keys [B,H,S,D]; output [B,q,Hq,Dv], no weights."""
+    """The attention function: queries [B,Hq,q,D] over keys [B,H,S,D]; output [B,q,Hq,Dv], no weights."""
     reader = reader_of(key)
     if reader is not None:
         if sliding_window is not None and reader.window != sliding_window:
@@ -120,8 +143,10 @@ def attention_forward(
                 f"the layer attends to a window of {sliding_window} tokens and the cache keeps it for {reader.window}; "
                 f"make the cache for this model: cache_for(model, ...)"
             )
-        if attention_mask is None and position_bias is None and is_causal is not False and not dropout:
-            return reader.attend(query, scale=scaling, softcap=softcap, sinks=s_aux), None
+        call = Call(module, query, attention_mask, scaling, softcap, s_aux, position_bias, is_causal, dropout)
+        answer = reader.attend(call)
+        if answer is not None:
+            return answer, None
         key, value = reader.gather()
     if softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(
@@ -150,11 +175,11 @@ def attention_mask_for(
     allow_is_bidirectional_skip: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask function: bool [B,1,q,S], `None` where a cache of ours sees to everything itself."""
+    """The mask function: bool [B,1,q,S], `None` where a cache of ours sees to everything itself."""
     in_place = isinstance(kv_length, MaskLength)
-    # transformers allows the skip for plain causal, sliding and chunked patterns only: not for image blocks, packed rows
-    # or bidirectional attention.
-    if in_place and allow_is_causal_skip and kv_length.reader.knows_padding(attention_mask):
+    # transformers allows the skip for plain causal, sliding and chunked patterns only: not for image blocks, packed
+    # rows or bidirectional attention.
+    if isinstance(kv_length, MaskLength) and allow_is_causal_skip and kv_length.reader.knows_padding(attention_mask):
         return None
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
