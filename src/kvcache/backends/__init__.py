@@ -102,21 +102,21 @@ class Backend(ABC):
 
 def numpy() -> Backend:
     """The NumPy backend: needs nothing else, stores f32 and f16 natively."""
-    from kvcache.backends.numpy import NumpyBackend
+    from kvcache.backends.numpy_backend import NumpyBackend
 
     return NumpyBackend()
 
 
 def torch(device: str = "cpu", layer_devices: Mapping[int, str] | None = None) -> Backend:
     """PyTorch on `device`, single layers elsewhere. Raises `ValueError` for a device that PyTorch does not know."""
-    from kvcache.backends.torch import TorchBackend
+    from kvcache.backends.torch_backend import TorchBackend
 
     return TorchBackend(device, layer_devices or {})
 
 
 def mlx() -> Backend:
     """MLX on its default device."""
-    from kvcache.backends.mlx import MlxBackend
+    from kvcache.backends.mlx_backend import MlxBackend
 
     return MlxBackend()
 
