@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 __all__ = ["Array", "Batch", "CacheConfig", "Device", "History", "Match", "Media", "SequenceUsage", "Usage"]
 
@@ -28,15 +28,12 @@ MASK_DTYPES = ("f32", "f16", "bf16")
 
 def integer(value: object, what: str, minimum: int = 0) -> int:
     """`value` as an `int` of at least `minimum`; NumPy integers pass, floats, bools and text do not."""
-    try:
-        number = operator.index(value)  # type: ignore[call-overload]
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected an integer")
+    number = operator.index(value)
     if number < minimum:
         raise ValueError(f"{what} is {number}; expected at least {minimum}")
-    return int(number)
+    return number
 
 
 def _integers(values: Iterable[int], what: str) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ class BlockStorage:
         except KeyError:
             raise ValueError(f"layer {layer} holds nothing yet; put keys and values into it first") from None
 
-    def accept(self, layer: int, keys: object, values: object, num_tokens: int) -> tuple[Array, Array]:
+    def accept(self, layer: int, keys: Array, values: Array, num_tokens: int) -> tuple[Array, Array]:
         """Keys [T,H,D] and values [T,H,Dv] as arrays of the backend, after checking that the layer can hold them.
 
         Raises `ValueError` or `TypeError` otherwise. Changes nothing.
@@ -94,7 +94,7 @@ class BlockStorage:
             self.value_format.row_width(values.shape[2])
         return keys, values
 
-    def accept_keys(self, layer: int, keys: object, num_tokens: int) -> Array:
+    def accept_keys(self, layer: int, keys: Array, num_tokens: int) -> Array:
         """Keys [T,H,D] that a shift function returned, checked likewise."""
         keys = self.backend.asarray(keys, layer, "the result of shift")
         have = self._layers[layer]

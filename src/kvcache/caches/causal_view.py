@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -168,4 +169,4 @@ class CausalSequenceView(SequenceView):
         if within_blocks:
             breaks |= np.diff(slots // table.block_size) != 0
         starts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
-        return [(slots[a:b], int(positions[a])) for a, b in zip(starts, starts[1:], strict=False)]
+        return [(slots[a:b], int(positions[a])) for a, b in pairwise(starts)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import final
 
 import numpy as np
@@ -84,7 +85,7 @@ class EncoderCache(Cache):
         """Whether the sequence has media and all of them are filled: the encoder need not run for it."""
         self._lifecycle.limits  # noqa: B018  raises when closed
         known = self._sequences.get(sequence)
-        return bool(known and known.entries) and all(entry.layers for entry in known.entries)
+        return known is not None and bool(known.entries) and all(entry.layers for entry in known.entries)
 
     def put(self, keys: Array, values: Array) -> None:
         """Fill the media of this batch: with one, arrays of any shape; with several, rows [n,...] one medium after the other."""
@@ -323,7 +324,7 @@ class EncoderCache(Cache):
                 f"batch's media have tokens ({counts})"
             )
         ends = np.cumsum([0, *(count or 0 for count in counts)]).tolist()
-        return [(rows[0][a:b], rows[1][a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        return [(rows[0][a:b], rows[1][a:b]) for a, b in pairwise(ends)]
 
     def _visible(self, current: _Pass, layer: int) -> dict[int, list[tuple[Stored, Stored]]]:
         """Per sequence of the batch, in its order: what its media hold in this layer, in order of position."""

@@ -103,7 +103,7 @@ class HybridCache(Cache):
         return _all([member.prepare_copy(source, target, length) for member in self.members])
 
     def can_resume(self, sequence: int, position: int) -> bool:
-        return all([member.can_resume(sequence, position) for member in self.members])
+        return all(member.can_resume(sequence, position) for member in self.members)
 
     def resume_point(self, sequence: int, position: int) -> int:
         point = position

@@ -298,8 +298,9 @@ class RecurrentCache(Cache):
             return None
         if len(states) == 1:
             return known[None]
-        zero = None
         if any(state is None for state in states):
             zeros = self._backend.zeros(tuple(known.shape), "f32", layer)
-            zero = self._backend.cast(zeros, self._backend.dtype(known))
-        return self._backend.concatenate([(zero if state is None else state)[None] for state in states], 0)
+            zero: Array = self._backend.cast(zeros, self._backend.dtype(known))
+            states = [zero if state is None else state for state in states]
+        rows: list[Array] = [state[None] for state in states if state is not None]
+        return self._backend.concatenate(rows, 0)

@@ -166,7 +166,8 @@ class Tables:
         mine[list(step.drops)] = False
         blocks = holes // self.block_size
         shift = np.searchsorted(np.asarray(step.drops, np.int64), blocks) * self.block_size
-        return (holes - shift)[mine[blocks]]
+        writable: NDArray[np.int64] = (holes - shift)[mine[blocks]]
+        return writable
 
     def _take(self, step: _Step, pending: bool, applied: Applied) -> NDArray[np.int64]:
         table = step.table
@@ -183,11 +184,8 @@ class Tables:
             table.append(rest)
         if num_holes and not pending:
             table.fill(step.holes, step.positions[:num_holes])
-        return table.slots(
-            np.concatenate([step.holes, np.arange(begin, begin + len(rest))])
-            if num_holes
-            else np.arange(begin, begin + len(rest))
-        )
+        indices = np.arange(begin, begin + len(rest), dtype=np.int64)
+        return table.slots(np.concatenate([step.holes, indices]) if num_holes else indices)
 
     def _make_own(self, table: Sequence, index: int, applied: Applied) -> None:
         """Give a table entry a block of its own in place of a shared one."""
