@@ -122,10 +122,13 @@ def mlx() -> Backend:
 
 
 def create(backend: str | Backend) -> Backend:
-    """The backend of that name, or the object itself. Raises `ValueError` for an unknown name, `ImportError` for a missing package."""
+    """The backend of that name, or the object itself.
+
+    Raises `ValueError` for an unknown name, `ImportError` for a missing package.
+    """
     if isinstance(backend, Backend):
         return backend
-    if isinstance(backend, str) and backend in BACKENDS:
+    if backend in BACKENDS:
         return {"numpy": numpy, "torch": torch, "mlx": mlx}[backend]()
     raise ValueError(
         f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}, or an object made by kvcache.backends, "

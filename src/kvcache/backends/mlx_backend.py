@@ -1,8 +1,8 @@
 """The MLX backend, for Apple's unified memory; on Linux its CPU build (`mlx[cpu]`) does the same.
 
 MLX arrays never change: `array[i] = x` makes a new array and hands the old memory on to it, in place, when nobody else
-holds it. Two things follow. Every operation is evaluated at once, or the storage's whole past would hang in a graph. And
-while somebody keeps a view of the storage, the next write copies the storage once; the view keeps what it showed.
+holds it. Two things follow. Every operation is evaluated at once, or the storage's whole past would hang in a graph.
+And while somebody keeps a view of the storage, the next write copies the storage once; the view keeps what it showed.
 """
 
 from __future__ import annotations

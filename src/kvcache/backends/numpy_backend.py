@@ -19,7 +19,7 @@ from kvcache.spec import Array, Device
 
 __all__ = ["NumpyBackend", "host_array", "refusal"]
 
-ELEMENT_TYPES = {"f32": np.float32, "f16": np.float16, "u16": np.uint16, "u8": np.uint8}
+ELEMENT_TYPES: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "u16": np.uint16, "u8": np.uint8}
 NAMES = {np.dtype(kind): name for name, kind in ELEMENT_TYPES.items()}
 FLOATING = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64))
 

@@ -63,15 +63,17 @@ def _indices(values: NDArray[np.int64], like: torch.Tensor) -> torch.Tensor:
 
 
 def _shared(array: NDArray[Any]) -> torch.Tensor:
-    """A tensor over the memory of the array, or over a copy where PyTorch cannot share (read-only, negative strides)."""
+    """A tensor over the array's memory; over a copy where PyTorch cannot share (read-only, negative strides)."""
     if not array.flags.writeable or min(array.strides, default=0) < 0:
         array = array.copy()
     return torch.from_numpy(array)
 
 
 def _has_words(matrix: torch.Tensor) -> bool:
+    """Rows, and where they begin, divide into words; words that are no wider would gain nothing."""
     size = matrix.element_size()
-    return size < WORD.itemsize and not (matrix.shape[1] * size | matrix.storage_offset() * size) % WORD.itemsize
+    begin = int(matrix.storage_offset())
+    return size < WORD.itemsize and matrix.shape[1] * size % WORD.itemsize == 0 == begin * size % WORD.itemsize
 
 
 def _device(name: str, what: str) -> torch.device:

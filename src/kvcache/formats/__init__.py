@@ -22,6 +22,7 @@ Within each 16 bytes of `q4_0` (32 values) byte j holds value j in its low and v
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.backends import Backend
@@ -81,7 +82,7 @@ def create(name: str, backend: Backend) -> Format:
     return reference_format(name, backend)
 
 
-def pair(dtype: str | tuple[str, str], backend: Backend) -> tuple[Format, Format]:
+def pair(dtype: str | Sequence[str], backend: Backend) -> tuple[Format, Format]:
     """The formats of keys and of values: one name for both, or a pair `(key, value)`."""
     names = (dtype, dtype) if isinstance(dtype, str) else tuple(dtype) if isinstance(dtype, (tuple, list)) else None
     if names is None or len(names) != 2:
