@@ -22,7 +22,7 @@ class KVCacheError(Exception):
     """Everything that this library raises on purpose, misuse apart."""
 
 
-class CacheFull(KVCacheError):  # noqa: N818  the field's name, fixed by the design
+class CacheFull(KVCacheError):
     """No places are left for a batch. `needed` and `free` count slots (one slot holds one token)."""
 
     def __init__(self, needed: int, free: int) -> None:
@@ -37,13 +37,13 @@ class CacheFull(KVCacheError):  # noqa: N818  the field's name, fixed by the des
         return type(self), (self.needed, self.free)
 
 
-class NotSupported(KVCacheError):  # noqa: N818  the field's name, fixed by the design
+class NotSupported(KVCacheError):
     """This cache cannot do that, or not any more (what it would need was forgotten)."""
 
 
-class CorruptState(KVCacheError):  # noqa: N818  the field's name, fixed by the design
+class CorruptState(KVCacheError):
     """`check()` found a structure that contradicts itself: a bug in the library, never the caller's fault."""
 
 
-class CorruptEntry(KVCacheError):  # noqa: N818  the field's name, fixed by the design
+class CorruptEntry(KVCacheError):
     """A stored entry (a session file, a block from another tier) fails its integrity check."""

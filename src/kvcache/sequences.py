@@ -6,9 +6,9 @@ A sequence of a cache with blocks of 4, after tokens 0..9, then after `remove` o
     positions    0 1 2 3   4 5 6 7   8 9              0 1 . .   . 2 3 4   5 6
                  dense: slot j holds position 0 + j   `.` is a hole, stored as -1
 
-Slots are used in the order of the table, so that a sequence is *dense* until something unusual happens to it (a removal in
-its middle, positions with gaps or repeats). Nothing but the position decides what a query sees, so holes and disorder cost
-speed, never correctness.
+Slots are used in the order of the table, so that a sequence is *dense* until something unusual happens to it (a removal
+in its middle, positions with gaps or repeats). Nothing but the position decides what a query sees, so holes and
+disorder cost speed, never correctness.
 
 Three numbers outlive the tokens: `end`, the position after the last token, `floor`, below which tokens may have been
 forgotten, and `num_tokens`. Everything a decode step does here is O(1); what walks all slots says so.
@@ -102,7 +102,7 @@ class Sequence:
         self.pending: list[int] = []
         self.appended: dict[int, int] = {}
 
-    # --- reading -------------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     @property
     def num_slots(self) -> int:
@@ -146,7 +146,7 @@ class Sequence:
         empty = np.flatnonzero(self.positions.view < 0)
         return empty[~np.isin(empty, self.pending)] if self.pending else empty
 
-    # --- changing ------------------------------------------------------------------------------------------------------
+    # --- changing -----------------------------------------------------------------------------------------------------
 
     def append(self, positions: Indices[int]) -> None:
         """Use the next slots of the table for tokens at `positions`. The table has been extended before."""
@@ -243,7 +243,7 @@ class Sequence:
         copy.compact()
         return copy
 
-    # --- proving -------------------------------------------------------------------------------------------------------
+    # --- proving ------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise `CorruptState` unless the table, the positions and the counters agree. O(slots)."""

@@ -55,10 +55,10 @@ class Full(Span):
     def begin(self, position: Position) -> Position:
         return position * 0
 
-    def retained_from(self, position: int) -> int:  # noqa: ARG002  nothing is ever forgotten
+    def retained_from(self, position: int) -> int:
         return 0
 
-    def resolve(self, max_sequences: int) -> Span:  # noqa: ARG002  no defaults
+    def resolve(self, max_sequences: int) -> Span:
         return self
 
     def num_retained(self, capacity: int) -> int:
@@ -93,7 +93,7 @@ class Sliding(Span):
     def resolve(self, max_sequences: int) -> Span:
         return self if self.memory is not None else Sliding(self.window, self.window + (max_sequences > 1))
 
-    def num_retained(self, capacity: int) -> int:  # noqa: ARG002  the window bounds it
+    def num_retained(self, capacity: int) -> int:
         return self.memory or self.window
 
 
@@ -113,10 +113,10 @@ class Chunked(Span):
     def retained_from(self, position: int) -> int:
         return position - position % self.size
 
-    def resolve(self, max_sequences: int) -> Span:  # noqa: ARG002  no defaults
+    def resolve(self, max_sequences: int) -> Span:
         return self
 
-    def num_retained(self, capacity: int) -> int:  # noqa: ARG002  the chunk bounds it
+    def num_retained(self, capacity: int) -> int:
         return self.size
 
 

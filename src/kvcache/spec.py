@@ -82,14 +82,16 @@ class Batch:
         object.__setattr__(self, "media", tuple(self.media))
         if len(self.positions) != len(self.sequences):
             raise ValueError(
-                f"Batch has {len(self.positions)} positions and {len(self.sequences)} sequences; expected one of each per token"
+                f"Batch has {len(self.positions)} positions and {len(self.sequences)} sequences; expected one of each "
+                f"per token"
             )
         if not self.positions:
             raise ValueError("Batch is empty; expected at least one token")
         for media in self.media:
             if media.index >= len(self.positions):
                 raise ValueError(
-                    f"Media.index is {media.index} in a batch of {len(self.positions)} tokens; expected an index into the batch"
+                    f"Media.index is {media.index} in a batch of {len(self.positions)} tokens; expected an index into "
+                    f"the batch"
                 )
 
     def __len__(self) -> int:
@@ -97,7 +99,10 @@ class Batch:
 
 
 class History(NamedTuple):
-    """What the queries of a batch see: keys [S,H,D], values [S,H,Dv] ([H,Dv,S] when permuted), mask [T,S] additive or `None`."""
+    """What the queries of a batch see.
+
+    Keys [S,H,D], values [S,H,Dv] ([H,Dv,S] when permuted), mask [T,S] additive or `None`.
+    """
 
     keys: Array
     values: Array
@@ -145,7 +150,10 @@ class SequenceUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a cache holds. `num_blocks` is the size of the pool, `num_tokens` the sum over sequences, `num_bytes` the arrays'."""
+    """What a cache holds.
+
+    `num_blocks` is the size of the pool, `num_tokens` the sum over sequences, `num_bytes` the arrays'.
+    """
 
     num_tokens: int
     num_blocks: int

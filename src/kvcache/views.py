@@ -24,8 +24,8 @@ __all__ = ["Appended", "ContiguousKV", "PackedView", "SequenceView", "View"]
 class View(NamedTuple):
     """A run of consecutive positions that lie side by side: keys [length,H,D], values [length,H,Dv], from position `start`.
 
-    A view of the storage without a copy where the backend computes with the stored type; other formats are decoded to f32.
-    It is stale once the cache changes.
+    A view of the storage without a copy where the backend computes with the stored type; other formats are decoded to
+    f32. It is stale once the cache changes.
     """
 
     keys: Array

@@ -2,8 +2,8 @@
 
     free  --allocate-->  held (1 reference)  --share-->  held (2)  --release-->  held (1)  --release-->  free
 
-A block that more than one sequence names is read-only: whoever wants to write copies it first. Blocks are handed out in the
-order in which they became free, which keeps the slots of a lone sequence side by side.
+A block that more than one sequence names is read-only: whoever wants to write copies it first. Blocks are handed out in
+the order in which they became free, which keeps the slots of a lone sequence side by side.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Cache(ABC):
     Every operation that raises has changed nothing. Calls before `init` and after `close` raise `ValueError`.
     """
 
-    # --- for models ----------------------------------------------------------------------------------------------------
+    # --- for models ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def set_layer(self, layer: int) -> None:
@@ -52,13 +52,16 @@ class Cache(ABC):
     def attend(
         self, queries: Array, *, scale: float | None = None, softcap: float | None = None, sinks: Array | None = None
     ) -> Array:
-        """Attention of queries [T,Hq,D] over the active layer, read in place: [T,Hq,Dv]. `scale` defaults to D**-0.5."""
+        """Attention of queries [T,Hq,D] over the active layer, read in place: [T,Hq,Dv].
+
+        `scale` defaults to D**-0.5.
+        """
 
     @abstractmethod
     def set_config(self, config: CacheConfig) -> None:
         """Say how the model wants its history. Once, before `init`."""
 
-    # --- for whoever manages the cache ---------------------------------------------------------------------------------
+    # --- for whoever manages the cache --------------------------------------------------------------------------------
 
     @abstractmethod
     def init(
@@ -69,7 +72,7 @@ class Cache(ABC):
         capacity: int | None = None,
         max_batch: int | None = None,
     ) -> None:
-        """Size the cache for `max_sequences` sequences of `capacity` tokens and batches of `max_batch` (default: capacity)."""
+        """Size the cache: `max_sequences` sequences of `capacity` tokens, batches of `max_batch` (default: capacity)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -84,7 +87,10 @@ class Cache(ABC):
 
     @abstractmethod
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """`target` becomes the tokens of `source` below position `length`, by reference. An unknown source empties it."""
+        """`target` becomes the tokens of `source` below position `length`, by reference.
+
+        An unknown source empties it.
+        """
 
     @abstractmethod
     def can_resume(self, sequence: int, position: int) -> bool:
@@ -94,8 +100,8 @@ class Cache(ABC):
     def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
         """Take the tokens in [begin, end) out; later ones move down, their keys re-rotated. `None`: to the end.
 
-        Raises `NotSupported` when what the span needs at the new end was forgotten, or tokens would have to move and there
-        is no `shift`.
+        Raises `NotSupported` when what the span needs at the new end was forgotten, or tokens would have to move and
+        there is no `shift`.
         """
 
     @abstractmethod
@@ -110,17 +116,23 @@ class Cache(ABC):
     def check(self) -> None:
         """Raise `CorruptState` unless every structure agrees with every other. Walks everything."""
 
-    # --- for hybrids: two steps, so that all members change or none ------------------------------------------------------
+    # --- for hybrids: two steps, so that all members change or none ---------------------------------------------------
 
     @abstractmethod
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
-        """Do everything of `start_forward` that can fail, changing nothing; the answer does the rest and cannot fail."""
+        """Do everything of `start_forward` that can fail, changing nothing.
+
+        The answer does the rest and cannot fail.
+        """
 
     @abstractmethod
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
-        """The same for `remove`. With `drop_appended` it drops tokens that were appended and not committed, else they raise."""
+        """The same for `remove`.
+
+        With `drop_appended` it drops tokens that were appended and not committed, else they raise.
+        """
 
     @abstractmethod
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:

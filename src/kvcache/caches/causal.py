@@ -31,7 +31,10 @@ from kvcache.views import SequenceView
 __all__ = ["CausalCache", "Shift"]
 
 Shift: TypeAlias = Callable[[int, Array, Array], Array]
-"""`shift(layer, keys [n,H,D], offsets [n]) -> keys`: rotate each key by its offset in positions (negative: towards 0)."""
+"""`shift(layer, keys [n,H,D], offsets [n]) -> keys`: rotate each key by its offset in positions (negative.
+
+Towards 0).
+"""
 
 
 @final
@@ -57,13 +60,13 @@ class CausalCache(Cache):
         self._tables: Tables
         self._storage: BlockStorage
 
-    # --- for models ----------------------------------------------------------------------------------------------------
+    # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
         self._layer = integer(layer, "layer")
 
     def set_causal(self, except_: Iterable[int] = ()) -> None:
-        """For this pass, let the batch rows `except_` see later positions of their sequence too (never beyond the span)."""
+        """For this pass, let the batch rows `except_` see later positions too, as far as the span allows."""
         self._started().except_from_causality(except_)
 
     def put(self, keys: Array, values: Array) -> None:
@@ -104,7 +107,8 @@ class CausalCache(Cache):
             or shape[1] % num_heads
         ):
             raise ValueError(
-                f"queries are {list(shape)}; expected [{len(forward.batch)}, a multiple of {num_heads}, {head_dim}]: the "
+                f"queries are {list(shape)}; expected [{len(forward.batch)}, a multiple of {num_heads}, {head_dim}]: "
+                f"the "
                 f"batch's tokens, heads in groups over the key heads, and the keys' head_dim"
             )
         if forward.is_reserved:
@@ -123,7 +127,7 @@ class CausalCache(Cache):
     def set_config(self, config: CacheConfig) -> None:
         self._lifecycle.configure(config)
 
-    # --- for whoever manages the cache ---------------------------------------------------------------------------------
+    # --- for whoever manages the cache --------------------------------------------------------------------------------
 
     def init(
         self,
@@ -252,7 +256,7 @@ class CausalCache(Cache):
         self._lifecycle.limits  # noqa: B018  raises when closed
         self._tables.check()
 
-    # --- for its views -------------------------------------------------------------------------------------------------
+    # --- for its views ------------------------------------------------------------------------------------------------
 
     @property
     def tables(self) -> Tables:
@@ -270,7 +274,7 @@ class CausalCache(Cache):
         """The tables are about to change by another way than a pass: the present pass has ended."""
         self._forward = None
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _start(self, forward: Forward) -> None:
         self._forward = forward

@@ -76,7 +76,8 @@ class CausalSequenceView(SequenceView):
         for layer in self._cache.storage.layers if num_tokens else ():
             if appended.get(layer, 0) < num_tokens:
                 raise ValueError(
-                    f"commit({num_tokens}): layer {layer} has {appended.get(layer, 0)} appended tokens; append to every layer "
+                    f"commit({num_tokens}): layer {layer} has {appended.get(layer, 0)} appended tokens; append to "
+                    f"every layer "
                     f"before committing"
                 )
         if num_tokens and not appended:
@@ -116,7 +117,8 @@ class CausalSequenceView(SequenceView):
         integer(length, "length", minimum=1)
         if length > self.seq_len + appended:
             raise ValueError(
-                f"length is {length} and the sequence has {self.seq_len} tokens and {appended} appended; expected no more"
+                f"length is {length} and the sequence has {self.seq_len} tokens and {appended} appended; expected no "
+                f"more"
             )
         stored = storage.layer(layer)
         if not (stored.keys.format.is_native and stored.values.format.is_native):

@@ -1,8 +1,8 @@
 """`EncoderCache`: keys and values of what an encoder made of images or sound, for cross attention.
 
-A sequence holds *media*, each with the position at which it stands and its content key. A batch announces new media; the puts
-of that pass fill them, layer by layer. Positions matter to `remove`, `copy_prefix` and `can_resume` only: a query sees all
-media of its own sequence. Entries are immutable and shared by reference.
+A sequence holds *media*, each with the position at which it stands and its content key. A batch announces new media;
+the puts of that pass fill them, layer by layer. Positions matter to `remove`, `copy_prefix` and `can_resume` only: a
+query sees all media of its own sequence. Entries are immutable and shared by reference.
 
     start_forward(Batch([0, 1, 2], [7, 7, 7], media=[Media(index=1, key="cat")]))
     put(keys [n,H,D], values [n,H,Dv])      # any n, and with one Media any shape
@@ -76,7 +76,7 @@ class EncoderCache(Cache):
         self._backend: Backend
         self._formats: tuple[Format, Format]
 
-    # --- for models ----------------------------------------------------------------------------------------------------
+    # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
         self._layer = integer(layer, "layer")
@@ -88,7 +88,10 @@ class EncoderCache(Cache):
         return known is not None and bool(known.entries) and all(entry.layers for entry in known.entries)
 
     def put(self, keys: Array, values: Array) -> None:
-        """Fill the media of this batch: with one, arrays of any shape; with several, rows [n,...] one medium after the other."""
+        """Fill the media of this batch: with one, arrays of any shape.
+
+        With several, rows [n,...] one medium after the other.
+        """
         current, layer = self._started()
         if not current.filling:
             raise ValueError(
@@ -151,7 +154,7 @@ class EncoderCache(Cache):
     def set_config(self, config: CacheConfig) -> None:
         self._lifecycle.configure(config)
 
-    # --- for whoever manages the cache ---------------------------------------------------------------------------------
+    # --- for whoever manages the cache --------------------------------------------------------------------------------
 
     def init(
         self,
@@ -283,7 +286,7 @@ class EncoderCache(Cache):
             if beyond := [entry.position for entry in known.entries if entry.position >= known.end]:
                 raise CorruptState(f"sequence {sequence} ends at {known.end} and has media at {beyond}")
 
-    # --- for its views -------------------------------------------------------------------------------------------------
+    # --- for its views ------------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> Backend:
@@ -300,7 +303,7 @@ class EncoderCache(Cache):
         """Layers that hold anything."""
         return {layer for known in self._sequences.values() for entry in known.entries for layer in entry.layers}
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _started(self) -> tuple[_Pass, int]:
         self._lifecycle.limits  # noqa: B018  raises when closed
@@ -320,7 +323,8 @@ class EncoderCache(Cache):
         expected = sum(count or 0 for count in counts)
         if any(array.shape[0] != expected for array in rows):
             raise ValueError(
-                f"keys {list(rows[0].shape)}, values {list(rows[1].shape)}; expected {expected} rows in each, as many as the "
+                f"keys {list(rows[0].shape)}, values {list(rows[1].shape)}; expected {expected} rows in each, as many "
+                f"as the "
                 f"batch's media have tokens ({counts})"
             )
         ends = np.cumsum([0, *(count or 0 for count in counts)]).tolist()

@@ -1,8 +1,8 @@
 """One pass over a cache: which tokens, in which slots, and who sees what. Index arithmetic in NumPy, no tensors.
 
-What a query sees is two numbers, `[begin, end)` in positions of its own sequence: the span gives the lower one, causality the
-upper one, and an exception from causality lifts the upper one to `UNBOUNDED`. From these come, each made once per pass and
-shared by all layers: the columns and the mask of `get`, and the segments of `attend`.
+What a query sees is two numbers, `[begin, end)` in positions of its own sequence: the span gives the lower one,
+causality the upper one, and an exception from causality lifts the upper one to `UNBOUNDED`. From these come, each made
+once per pass and shared by all layers: the columns and the mask of `get`, and the segments of `attend`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Columns(NamedTuple):
 @final
 class Forward:
     """One started pass. `slots` int64 [T]; `rows` are the batch rows of each sequence; `written` says which layers were put,
-    in which shapes; `masks` keeps the mask made for each device."""
+    in which shapes; `masks` keeps the mask made for each device.
+    """
 
     __slots__ = (
         "_attention",
@@ -95,7 +96,8 @@ class Forward:
                 indices = table.indices_between(int(begins[rows].min()), int(ends[rows].max()))
                 positions = table.positions.view[indices]
                 parts.append((rows, table.slots(indices), positions))
-            # A slot that two sequences share is one column; ascending order lets adjacent slots be shown without a copy.
+            # A slot that two sequences share is one column; ascending order lets adjacent slots be shown without a
+            # copy.
             slots, inverse = np.unique(np.concatenate([part[1] for part in parts]), return_inverse=True)
             visible = np.zeros((len(self.batch), len(slots)), bool)
             start = 0

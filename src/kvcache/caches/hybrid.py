@@ -24,7 +24,10 @@ __all__ = ["HybridCache"]
 
 @final
 class HybridCache(Cache):
-    """One cache made of `caches`. `layer_types[layer]` names the member of each layer; without it, `set_layer_type` does."""
+    """One cache made of `caches`. `layer_types[layer]` names the member of each layer.
+
+    Without it, `set_layer_type` does.
+    """
 
     def __init__(self, *caches: Cache, layer_types: Sequence[int] | None = None) -> None:
         if not caches or not all(isinstance(cache, Cache) for cache in caches):
@@ -35,7 +38,7 @@ class HybridCache(Cache):
         self.layer_types = None if layer_types is None else tuple(self._type(i) for i in layer_types)
         self._active = 0
 
-    # --- for models ----------------------------------------------------------------------------------------------------
+    # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
         if self.layer_types is not None:
@@ -72,7 +75,7 @@ class HybridCache(Cache):
         for member in self.members:
             member.set_config(config)
 
-    # --- for whoever manages the cache ---------------------------------------------------------------------------------
+    # --- for whoever manages the cache --------------------------------------------------------------------------------
 
     def init(
         self,
@@ -124,7 +127,8 @@ class HybridCache(Cache):
             point = self.resume_point(sequence, integer(begin, "begin"))
             if not point:
                 raise NotSupported(
-                    f"sequence {sequence} cannot be cut at {begin}: a member has forgotten what it needs there and no earlier "
+                    f"sequence {sequence} cannot be cut at {begin}: a member has forgotten what it needs there and no "
+                    f"earlier "
                     f"point serves all members; remove the whole sequence and recompute it"
                 )
             begin = point

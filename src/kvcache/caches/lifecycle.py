@@ -1,4 +1,7 @@
-"""What every cache checks alike: configured before `init`, initialised once, not used after `close`; arguments of `init`."""
+"""What every cache checks alike: configured before `init`, initialised once, not used after `close`.
+
+Arguments of `init`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ class Limits(NamedTuple):
             raise TypeError(f"start_forward got {type(batch).__name__}; expected a kvcache.Batch")
         if len(batch) > self.max_batch:
             raise ValueError(
-                f"the batch has {len(batch)} tokens; expected at most max_batch = {self.max_batch}: split it, or init with a "
+                f"the batch has {len(batch)} tokens; expected at most max_batch = {self.max_batch}: split it, or init "
+                f"with a "
                 f"larger max_batch"
             )
 
@@ -61,7 +65,8 @@ class Lifecycle:
         max_batch = capacity if max_batch is None else integer(max_batch, "max_batch", minimum=1)
         if max_batch > max_sequences * capacity:
             raise ValueError(
-                f"max_batch is {max_batch} and the cache holds {max_sequences} sequences of {capacity} tokens; expected a "
+                f"max_batch is {max_batch} and the cache holds {max_sequences} sequences of {capacity} tokens; "
+                f"expected a "
                 f"capacity that one batch fits into: raise capacity, or lower max_batch"
             )
         return Limits(max_sequences, capacity, max_batch)

@@ -1,7 +1,8 @@
 """`RecurrentCache`: one state per sequence and layer, for convolution, SSM and linear-attention layers.
 
-A state has no tokens to look back at: it can be continued where it stands, or from a *checkpoint*, a state that was kept on the
-way. States are arrays that nobody writes to once they are put, so checkpoints and copies are references, not copies.
+A state has no tokens to look back at: it can be continued where it stands, or from a *checkpoint*, a state that was
+kept on the way. States are arrays that nobody writes to once they are put, so checkpoints and copies are references,
+not copies.
 
     RecurrentCache(checkpoints=256)            keep the state whenever a pass ends at a multiple of 256
     RecurrentCache(checkpoints=[100, 2048])    or at these positions
@@ -9,7 +10,7 @@ way. States are arrays that nobody writes to once they are put, so checkpoints a
 A pass puts one row per sequence of the batch, in the order in which the sequences appear in it:
 
     start_forward(Batch([5, 6, 9], [7, 7, 3]))
-    get()        -> History(conv [2,...], recurrent [2,...], None), the states before this pass; None where there is none yet
+    get()        -> History(conv [2,...], recurrent [2,...], None), the states before this pass; None where none is yet
     put(conv [2,...], recurrent [2,...])       either may be None
 """
 
@@ -57,7 +58,7 @@ class _Pass:
 
 @final
 class RecurrentCache(Cache):
-    """States, and checkpoints of them. States keep the element type in which they are put: an error in them would add up.
+    """States, and checkpoints of them. A state keeps the element type it is put in: an error in it would add up.
 
     checkpoints: an interval in tokens, or positions; the state is kept when a pass ends exactly there.
     """
@@ -75,13 +76,13 @@ class RecurrentCache(Cache):
         self._sequences: dict[int, _Sequence] = {}
         self._backend: Backend
 
-    # --- for models ----------------------------------------------------------------------------------------------------
+    # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
         self._layer = integer(layer, "layer")
 
     def put(self, keys: Array | None, values: Array | None) -> None:
-        """Keep the states after this pass: convolution states and recurrent states, one row per sequence of the batch each."""
+        """Keep the convolution and the recurrent states after this pass, one row per sequence of the batch each."""
         current, layer = self._started()
         rows = [
             None if array is None else self._backend.asarray(array, layer, what)
@@ -90,7 +91,8 @@ class RecurrentCache(Cache):
         for array in rows:
             if array is not None and (not len(array.shape) or array.shape[0] != len(current.sequences)):
                 raise ValueError(
-                    f"states are {list(array.shape)}; expected {len(current.sequences)} rows, one per sequence of the batch"
+                    f"states are {list(array.shape)}; expected {len(current.sequences)} rows, one per sequence of the "
+                    f"batch"
                 )
         if rows[0] is None and rows[1] is None:
             raise ValueError("put got no states; expected convolution states, recurrent states or both")
@@ -102,7 +104,10 @@ class RecurrentCache(Cache):
             live[layer] = tuple(None if array is None else array[row] for array in rows)  # type: ignore[assignment]
 
     def get(self) -> History:
-        """States before this pass, one row per sequence; a sequence without one gets zeros. `None` when none has any."""
+        """States before this pass, one row per sequence; a sequence without one gets zeros.
+
+        `None` when none has any.
+        """
         current, layer = self._started()
         states = [self._now(current, row, layer) for row in range(len(current.sequences))]
         return History(self._stacked([s[0] for s in states], layer), self._stacked([s[1] for s in states], layer), None)
@@ -115,7 +120,7 @@ class RecurrentCache(Cache):
     def set_config(self, config: CacheConfig) -> None:
         self._lifecycle.configure(config)
 
-    # --- for whoever manages the cache ---------------------------------------------------------------------------------
+    # --- for whoever manages the cache --------------------------------------------------------------------------------
 
     def init(
         self,
@@ -148,7 +153,8 @@ class RecurrentCache(Cache):
             if known.live is None or begin < known.end:
                 raise ValueError(
                     f"sequence {sequence} continues at {begin} and its state stands "
-                    f"{'nowhere' if known.live is None else f'at {known.end}'}; remove to a position where can_resume holds first"
+                    f"{'nowhere' if known.live is None else f'at {known.end}'}; remove to a position where can_resume "
+                    f"holds first"
                 )
             before.append(dict(known.live))
         current = _Pass(batch, tuple(rows), tuple(before), reserve)
@@ -209,13 +215,15 @@ class RecurrentCache(Cache):
             return lambda: None
         if end is not None and end < known.end:
             raise NotSupported(
-                f"[{begin}, {end}) lies inside sequence {sequence}, which ends at {known.end}; a recurrent state cannot forget "
+                f"[{begin}, {end}) lies inside sequence {sequence}, which ends at {known.end}; a recurrent state "
+                f"cannot forget "
                 f"tokens in its middle: remove to the end and recompute"
             )
         point = self.resume_point(sequence, begin)
         if begin and not point:
             raise NotSupported(
-                f"sequence {sequence} has no checkpoint at or below {begin} (it has {sorted(known.checkpoints)}); remove the "
+                f"sequence {sequence} has no checkpoint at or below {begin} (it has {sorted(known.checkpoints)}); "
+                f"remove the "
                 f"whole sequence and recompute it, or keep more checkpoints"
             )
 
@@ -253,7 +261,7 @@ class RecurrentCache(Cache):
             if wrong := [point for point in known.checkpoints if not 0 < point <= known.end]:
                 raise CorruptState(f"sequence {sequence} ends at {known.end} and has checkpoints at {wrong}")
 
-    # --- for its views -------------------------------------------------------------------------------------------------
+    # --- for its views ------------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> Backend:
@@ -270,7 +278,7 @@ class RecurrentCache(Cache):
         """Layers that hold a state."""
         return {layer for known in self._sequences.values() for layer in known.live or ()}
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _started(self) -> tuple[_Pass, int]:
         self._lifecycle.limits  # noqa: B018  raises when closed

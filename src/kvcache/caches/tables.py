@@ -7,8 +7,8 @@ Every change is planned first: a plan has counted the blocks that it frees and t
         place               room in the last block (copied first if it is shared), then free blocks, then holes
     apply(plan)             -> the slot of every token, and the block copies that the storage must make
 
-Holes (left by a removal inside a block) come last and only when the pool is short, because filling them puts a sequence's
-slots out of order; nothing is lost to them, though.
+Holes (left by a removal inside a block) come last and only when the pool is short, because filling them puts a
+sequence's slots out of order; nothing is lost to them, though.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _NO_SLOTS = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class _Step:
-    """What a plan does to one sequence. `positions` of tokens to come (empty: it rests); table indices count before `drops`."""
+    """What a plan does to one sequence.
+
+    `positions` are those of the tokens to come; none: it rests. Table indices count before `drops`.
+    """
 
     sequence: int
     table: Sequence
@@ -85,7 +88,7 @@ class Tables:
         self.sequences: dict[int, Sequence] = {}
         self._unsettled: set[int] = set()  # sequences that changed since their outgrown blocks were last looked for
 
-    # --- a batch -------------------------------------------------------------------------------------------------------
+    # --- a batch ------------------------------------------------------------------------------------------------------
 
     def plan(self, groups: Mapping[int, Indices[int]], *, pending: bool = False) -> Plan:
         """Plan places for tokens at `groups[sequence]`. O(tokens + blocks freed) for dense sequences.
@@ -196,7 +199,7 @@ class Tables:
         applied.sources.append(source)
         applied.targets.append(target)
 
-    # --- appended tokens -----------------------------------------------------------------------------------------------
+    # --- appended tokens ----------------------------------------------------------------------------------------------
 
     def commit(self, sequence: int, num_tokens: int) -> None:
         """The first `num_tokens` pending slots become tokens after the end; the others are given back. O(slots)."""
@@ -209,7 +212,7 @@ class Tables:
         self.pool.release(table.compact())
         self._drop_if_empty(sequence)
 
-    # --- prefixes and removals -----------------------------------------------------------------------------------------
+    # --- prefixes and removals ----------------------------------------------------------------------------------------
 
     def can_resume(self, sequence: int, position: int) -> bool:
         """See `Cache.can_resume`. O(1)."""
@@ -243,21 +246,24 @@ class Tables:
             new_end, floor = table.end - (end - begin), moved(table.floor, begin, end)
         if new_end and max(0, self.span.begin(new_end)) < floor:
             raise NotSupported(
-                f"removing [{begin}, {end}) of sequence {sequence} needs positions from {max(0, self.span.begin(new_end))} on, "
-                f"and those below {floor} were forgotten ({self.span}); remove the whole sequence and recompute it, or retain "
+                f"removing [{begin}, {end}) of sequence {sequence} needs positions from "
+                f"{max(0, self.span.begin(new_end))} on, "
+                f"and those below {floor} were forgotten ({self.span}); remove the whole sequence and recompute it, "
+                f"or retain "
                 f"more (Sliding's memory)"
             )
         if len(later):
             if not can_shift:
                 raise NotSupported(
-                    f"removing [{begin}, {end}) of sequence {sequence} moves {len(later)} later tokens and this cache has no "
+                    f"removing [{begin}, {end}) of sequence {sequence} moves {len(later)} later tokens and this cache "
+                    f"has no "
                     f"shift function; give CausalCache a shift, or remove to the end and recompute"
                 )
             self._check_room_to_move(table, begin, end, later)
         return Removal(sequence, begin, end, later)
 
     def apply_removal(self, removal: Removal) -> Applied:
-        """Carry out a planned removal. `slots` of the sequence: where the later tokens lie now, in the order of `later`."""
+        """Carry out a planned removal. `slots`: where the later tokens lie now, in the order of `later`."""
         table = self.sequences[removal.sequence]
         applied = Applied({}, [], [])
         moves = len(removal.later) > 0
@@ -294,7 +300,7 @@ class Tables:
         if not table.end and not table.num_slots:
             self.free(sequence)
 
-    # --- telling and proving -------------------------------------------------------------------------------------------
+    # --- telling and proving ------------------------------------------------------------------------------------------
 
     def usage(self) -> dict[int, SequenceUsage]:
         """Tokens and blocks of every sequence."""

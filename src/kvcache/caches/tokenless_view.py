@@ -78,5 +78,6 @@ class TokenlessView(SequenceView):
 
     def _refuse(self, operation: str) -> NoReturn:
         raise NotSupported(
-            f"{self._kind} holds no key and value per token, so a sequence view has no {operation}; use start_forward, put and get"
+            f"{self._kind} holds no key and value per token, so a sequence view has no {operation}; use "
+            f"start_forward, put and get"
         )
