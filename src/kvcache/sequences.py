@@ -199,9 +199,9 @@ class Sequence:
         return blocks
 
     def erase(self, begin: int, end: int, move: bool) -> list[int]:
-        """Remove the tokens in [begin, end); with `move`, later ones move down by `end - begin`. Returns blocks left empty.
+        """Remove the tokens in [begin, end); with `move`, later ones move down by `end - begin`.
 
-        O(slots).
+        Returns the blocks left empty. O(slots).
         """
         positions = self.positions.view
         gone = (positions >= begin) & (positions < end)

@@ -22,7 +22,7 @@ __all__ = ["Appended", "ContiguousKV", "PackedView", "SequenceView", "View"]
 
 
 class View(NamedTuple):
-    """A run of consecutive positions that lie side by side: keys [length,H,D], values [length,H,Dv], from position `start`.
+    """Consecutive positions that lie side by side, from position `start`: keys [length,H,D], values [length,H,Dv].
 
     A view of the storage without a copy where the backend computes with the stored type; other formats are decoded to
     f32. It is stale once the cache changes.
@@ -85,7 +85,7 @@ class SequenceView(ABC):
 
     @abstractmethod
     def append(self, layer: int, keys: Array, values: Array) -> Appended:
-        """Write keys [T,H,D] and values [T,H,Dv] after the committed length (and after what this layer appended before).
+        """Write keys [T,H,D] and values [T,H,Dv] after the committed length and what this layer appended before.
 
         Forgets as a forward does. Raises `ValueError` for wrong shapes, `CacheFull` when no slots are left; nothing has
         changed then.

@@ -72,7 +72,7 @@ class Cache(ABC):
         capacity: int | None = None,
         max_batch: int | None = None,
     ) -> None:
-        """Size the cache: `max_sequences` sequences of `capacity` tokens, batches of `max_batch` (default: capacity)."""
+        """Size the cache: `max_sequences` sequences of `capacity` tokens, batches of `max_batch` (or capacity)."""
 
     @abstractmethod
     def close(self) -> None:
