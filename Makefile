@@ -1,0 +1,56 @@
+# Each target does all of its own set-up on a machine with git, python3, make and a C++ compiler.
+#   make demo                   a real model completes a prompt twice; the second time its prefix is reused
+#   make test                   lint, types, layers, then every test and doctest on the installed package
+#   make test COVERAGE=1        the same, with branch coverage
+#   make test PYTEST_ARGS="-k causal"
+#   make bench                  what the bookkeeping costs
+#   make format                 let ruff rewrite the sources
+VENV ?= .venv
+PYTHON ?= python3
+PROMPT ?= Once upon a time
+PYTEST_ARGS ?=
+
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Folders too, so that a removed or renamed file counts as a change.
+sources := $(shell find src -name __pycache__ -prune -o -print)
+coverage := $(if $(COVERAGE),--cov=kvcache --cov-report=term-missing)
+
+.PHONY: help demo test bench format clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '2,/^[^#]/s/^# *//p' Makefile
+
+demo: $(VENV)/.installed-demo
+	$(bin)/kvcache run demo --prompt "$(PROMPT)" --max-tokens 48
+
+# pytest comes last, so that its summary is the last line. --pyargs kvcache: doctests of the installed package.
+test: $(VENV)/.installed-dev
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/mypy
+	$(bin)/lint-imports
+	$(bin)/python -m pytest --config-file=pyproject.toml $(coverage) $(PYTEST_ARGS) --pyargs kvcache tests docs README.md
+
+bench: $(VENV)/.installed-demo
+	$(bin)/kvcache bench bookkeeping
+
+format: $(VENV)/.installed-dev
+	$(bin)/ruff check --fix
+	$(bin)/ruff format
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras. pip builds the wheel anew and replaces an installed kvcache of the same version.
+$(VENV)/.installed-demo: $(VENV)/bin/python pyproject.toml constraints.txt $(sources)
+	$(pip) '.[demo,cli]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt $(sources)
+	$(pip) '.[dev]'
+	@touch $@

@@ -1,0 +1,50 @@
+"""What every test shares: no network, a fixed number of threads, fixed seeds, a deterministic hypothesis.
+
+Environment variables are set before any test module is imported, because torch, tokenizers and the hub client read
+them once.
+"""
+
+import os
+import random
+import sys
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Two threads everywhere: sums are split the same way on every machine, and CI has two cores.
+os.environ["OMP_NUM_THREADS"] = "2"
+os.environ["MKL_NUM_THREADS"] = "2"
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+SEED = 20_240_229
+
+# The same examples in every run, and no deadline: speed is measured by `kvcache bench`, never by a test.
+settings.register_profile(
+    "deterministic",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+# For a developer who hunts: HYPOTHESIS_PROFILE=search finds new examples each time.
+settings.register_profile("search", max_examples=2_000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Start every test from the same state of each global generator; torch and mlx only where already imported."""
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002  transformers and others draw from the global state
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(SEED)
+    if (mlx := sys.modules.get("mlx.core")) is not None:
+        mlx.random.seed(SEED)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator of this test's own, seeded."""
+    return np.random.default_rng(SEED)
