@@ -58,7 +58,7 @@ def to_numpy(value: Any) -> NDArray[np.float64]:
 
 @pytest.fixture
 def raw(rng: np.random.Generator) -> NDArray[np.float64]:
-    """Raw keys of 50 tokens and 3 heads, within [-1, 1] as normalised keys are, so that absolute errors mean something."""
+    """Raw keys of 50 tokens and 3 heads, within [-1, 1] as normalised keys are: the errors allowed are absolute."""
     return rng.uniform(-1, 1, (50, 3, D)).astype(np.float32)
 
 
@@ -181,7 +181,7 @@ def test_bfloat16_keys_are_rounded_once(raw: NDArray[Any]) -> None:
 
 
 def test_transformers_rotation_is_undone_and_redone() -> None:
-    """The layout is that of transformers' Llama keys: its own rotation at p + d equals its rotation at p, shifted by d."""
+    """The layout is that of transformers' Llama keys: its own rotation at p, shifted by d, is its rotation at p + d."""
     torch = pytest.importorskip("torch")
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = llama.LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=D)

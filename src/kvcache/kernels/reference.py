@@ -4,7 +4,7 @@
                                                       visible     . . x x . . .      begin 5, end 7
 
 For each query: pick the slots whose position it sees, decode those keys and values and no others, and take the
-softmax-weighted sum of the values. What is not picked is never touched, so an empty slot may hold anything, NaN included.
+softmax-weighted sum of the values. What is not picked is never touched, so an empty slot may hold anything.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ def _softmax(scores: Float64, sink: Float64 | None) -> Float64:
         highest = np.maximum(highest, sink)
     weights = np.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True)
-    return weights / (total if sink is None else total + np.exp(sink - highest))
+    if sink is not None:
+        total = total + np.exp(sink - highest)
+    normalised: Float64 = weights / total
+    return normalised
 
 
 @cache

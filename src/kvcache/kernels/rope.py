@@ -88,15 +88,16 @@ class RopeShift:
         rows = _offsets(offsets)
         if len(keys.shape) != 3 or keys.shape[0] != len(rows):
             raise ValueError(
-                f"shift got keys of shape {tuple(keys.shape)} and {len(rows)} offsets; expected keys [n,H,D] and n offsets"
+                f"shift got keys of shape {tuple(keys.shape)} and {len(rows)} offsets; "
+                f"expected keys [n,H,D] and n offsets"
             )
         if inv_freq is None or not rows.any():
             return keys
         needed = self._rotary_begin + 2 * len(inv_freq)
         if keys.shape[2] < needed:
             raise ValueError(
-                f"layer {layer} rotates {2 * len(inv_freq)} values from {self._rotary_begin} on, and its keys have heads of "
-                f"{keys.shape[2]}; expected at least {needed}: pass the frequencies and the layout of this model"
+                f"layer {layer} rotates {2 * len(inv_freq)} values from {self._rotary_begin} on, and its keys "
+                f"have heads of {keys.shape[2]}; expected at least {needed}"
             )
         angles = (rows[:, None] * inv_freq)[:, None, :]
         return _rotated(keys, np.cos(angles), np.sin(angles), self._pairs(len(inv_freq)), rows == 0)

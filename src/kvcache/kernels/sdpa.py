@@ -1,7 +1,6 @@
 """Attention by PyTorch's own operators, over blocks gathered from the pool.
 
-A pass is planned once and the plan serves every layer (it hangs on the `AttentionBatch`, weakly): which queries go
-together, which storage they gather, and a mask only where one is needed.
+A pass is planned once (`sdpa_plan.py`) and the plan serves every layer; it lives as long as the `AttentionBatch`.
 
 | what a segment asks for                 | how it is computed                                                       |
 |-----------------------------------------|--------------------------------------------------------------------------|
@@ -17,33 +16,27 @@ keys): folding a decode costs 1.0 ms in float32 and 1.1 ms in bfloat16, where `e
 prefills the three differ by noise. PyTorch's fast CPU path wants D = Dv: the narrower is padded with zeros, 1.7 times
 faster than its fallback.
 
-Element types: keys and values are what their format decodes to (float32 when quantised), and the computation runs in the
-widest type of queries, keys and values, so quantised or mixed caches compute in float32 and pure f16/bf16 ones stay.
+Element types: keys and values are what their format decodes to (float32 when quantised), and the computation runs in
+the widest type of queries, keys and values: quantised or mixed caches compute in float32, pure f16 or bf16 ones do not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.formats import Stored
-from kvcache.kernels import AttentionBatch, Kernel, Segment, queries_per_head
+from kvcache.kernels import AttentionBatch, Kernel, queries_per_head
+from kvcache.kernels.sdpa_plan import Tile, plan
 from kvcache.spec import Array
 
 __all__ = ["SdpaKernel"]
 
-# Queries that share one gather and one mask. Larger tiles gather less often, smaller ones skip more columns above the
-# diagonal and outside the window; at 512 a gather costs about 1 % of the attention it feeds.
-TILE_QUERIES = 512
 # Scores that the matmul path holds at once, in elements: 64 MiB of float32.
 TILE_SCORES = 1 << 24
 
@@ -55,7 +48,7 @@ class SdpaKernel(Kernel):
     name = "sdpa"
 
     def __init__(self) -> None:
-        self._plans: WeakKeyDictionary[AttentionBatch, dict[torch.device, list[_Tile]]] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[AttentionBatch, dict[torch.device, list[Tile]]] = WeakKeyDictionary()
 
     def refusal(self, queries: Array, keys: Stored, values: Stored) -> str | None:
         """Refuses arrays that are not torch tensors."""
@@ -95,163 +88,14 @@ class SdpaKernel(Kernel):
             out.index_copy_(0, tile.rows.to(queries.device), result)
         return queries.new_zeros((T, Hq, values.head_dim)) if out is None else out
 
-    def _plan(self, batch: AttentionBatch, device: torch.device) -> list[_Tile]:
+    def _plan(self, batch: AttentionBatch, device: torch.device) -> list[Tile]:
         plans = self._plans.setdefault(batch, {})
         if device not in plans:
-            plans[device] = [_on_device(group, batch, device) for group in _together(_tiles(batch), batch.block_size)]
+            plans[device] = plan(batch, device)
         return plans[device]
 
 
-# --- the plan: NumPy in, tensors out ----------------------------------------------------------------------------------
-
-
-class _Columns(NamedTuple):
-    """Queries of one segment, and the columns they see: slots [begin, begin + length) of the segment, or just `slots`."""
-
-    segment: Segment
-    rows: NDArray[np.int64]
-    begin: int
-    length: int
-    slots: NDArray[np.int64] | None
-    mask: NDArray[np.bool_] | None
-    is_causal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """One call of attention: `num_segments` segments (B) with equally many queries (n) and columns (S) each.
-
-    rows: int64 [B*n], the batch rows; `None` when they are all rows in order.
-    blocks: int64 [B*m], the storage blocks to gather, or a range of blocks when they are consecutive.
-    begin, length: the columns within the gathered slots of a segment.
-    slots: int64 [S], storage slots gathered one by one (then there are no blocks, and B is 1).
-    mask: bool [n,S], `True` where seen; `None` when everything is, or when `is_causal`.
-    """
-
-    num_segments: int
-    rows: Tensor | None
-    blocks: Tensor | range
-    begin: int
-    length: int
-    slots: Tensor | None
-    mask: Tensor | None
-    is_causal: bool
-
-
-def _tiles(batch: AttentionBatch) -> Iterator[_Columns]:
-    """Each segment's queries in tiles; queries that see nothing are in none of them."""
-    for segment in batch.segments:
-        rows = segment.rows[np.argsort(batch.query_ends[segment.rows], kind="stable")]
-        whole = _unmasked(segment, rows, batch) if segment.positions is None else None
-        if whole is not None:
-            yield whole
-            continue
-        for first in range(0, len(rows), TILE_QUERIES):
-            tile = rows[first : first + TILE_QUERIES]
-            columns = (_regular if segment.positions is None else _irregular)(segment, tile, batch)
-            if columns is not None:
-                yield columns
-
-
-def _ranges(segment: Segment, rows: NDArray[np.int64], batch: AttentionBatch) -> tuple[NDArray[np.int64], ...]:
-    """The slots [begins, ends) that queries see where slot j holds position `first_position + j`."""
-    begins = np.maximum(batch.query_begins[rows].astype(np.int64) - segment.first_position, 0)
-    ends = np.minimum(batch.query_ends[rows].astype(np.int64) - segment.first_position, segment.num_slots)
-    return begins, ends
-
-
-def _unmasked(segment: Segment, rows: NDArray[np.int64], batch: AttentionBatch) -> _Columns | None:
-    """All queries of a regular segment at once, when no mask is needed: a decode, or a prompt from its beginning."""
-    begins, ends = _ranges(segment, rows, batch)
-    if not rows.size or (begins != begins[0]).any() or (ends <= begins).any():
-        return None
-    begin, length = int(begins[0]), int(ends[-1] - begins[0])  # the rows are ordered by their ends
-    if ends[0] == ends[-1]:
-        return _Columns(segment, rows, begin, length, None, None, False)
-    if len(rows) == length and (ends == begin + 1 + np.arange(length)).all():
-        return _Columns(segment, rows, begin, length, None, None, True)
-    return None
-
-
-def _regular(segment: Segment, rows: NDArray[np.int64], batch: AttentionBatch) -> _Columns | None:
-    """Slot j holds position `first_position + j`: what a query sees is a range of slots."""
-    begins, ends = _ranges(segment, rows, batch)
-    seeing = begins < ends
-    if not seeing.any():
-        return None
-    rows, begins, ends = rows[seeing], begins[seeing], ends[seeing]
-    begin = int(begins.min())
-    slots = np.arange(begin, int(ends.max()))
-    return _masked(segment, rows, begin, (slots >= begins[:, None]) & (slots < ends[:, None]))
-
-
-def _irregular(segment: Segment, rows: NDArray[np.int64], batch: AttentionBatch) -> _Columns | None:
-    """Positions in any order, with empty slots: what a query sees is a set of slots."""
-    assert segment.positions is not None
-    positions = segment.positions[: segment.num_slots]
-    begins = np.maximum(batch.query_begins[rows], 0)[:, None]  # position -1, an empty slot, is never seen
-    seen = (positions >= begins) & (positions < batch.query_ends[rows][:, None])
-    seeing = seen.any(axis=1)
-    return _masked(segment, rows[seeing], 0, seen[seeing]) if seeing.any() else None
-
-
-def _masked(segment: Segment, rows: NDArray[np.int64], begin: int, seen: NDArray[np.bool_]) -> _Columns:
-    """The columns of `seen` [n, slots from `begin` on] that anybody sees, as a range of slots where they are one."""
-    columns = np.flatnonzero(seen.any(axis=0))
-    first, length = int(columns[0]), len(columns)
-    is_range = int(columns[-1]) - first + 1 == length
-    seen = seen[:, first : first + length] if is_range else seen[:, columns]
-    mask = None if seen.all() else seen
-    return _Columns(segment, rows, begin + first, length, None if is_range else begin + columns, mask, False)
-
-
-def _together(tiles: Iterator[_Columns], block_size: int) -> list[list[_Columns]]:
-    """Single queries with equally many columns share a call, several sequences at once; every other tile is alone."""
-    alone: list[list[_Columns]] = []
-    alike: dict[tuple[int, int], list[_Columns]] = {}
-    for tile in tiles:
-        if len(tile.rows) == 1 and tile.slots is None:
-            alike.setdefault((tile.begin % block_size, tile.length), []).append(tile)
-        else:
-            alone.append([tile])
-    return [*alone, *alike.values()]
-
-
-def _on_device(group: Sequence[_Columns], batch: AttentionBatch, device: torch.device) -> _Tile:
-    first, block_size = group[0], batch.block_size
-    rows = np.concatenate([columns.rows for columns in group])
-    covers_all = len(rows) == len(batch.query_ends) and bool((rows == np.arange(len(rows))).all())
-    blocks: Tensor | range = range(0)
-    slots = None
-    if first.slots is not None:
-        table = first.segment.block_table.astype(np.int64)
-        slots = torch.from_numpy(table[first.slots // block_size] * block_size + first.slots % block_size).to(device)
-    else:
-        tables = []
-        for columns in group:
-            end = -(-(columns.begin + columns.length) // block_size)
-            tables.append(columns.segment.block_table[columns.begin // block_size : end])
-        table = np.concatenate(tables).astype(np.int64)
-        if (np.diff(table) == 1).all():
-            blocks = range(int(table[0]), int(table[0]) + len(table))
-        else:
-            blocks = torch.from_numpy(table).to(device)
-    return _Tile(
-        num_segments=len(group),
-        rows=None if covers_all else torch.from_numpy(rows).to(device),
-        blocks=blocks,
-        begin=first.begin % block_size,
-        length=first.length,
-        slots=slots,
-        mask=None if first.mask is None else torch.from_numpy(np.ascontiguousarray(first.mask)).to(device),
-        is_causal=first.is_causal,
-    )
-
-
-# --- the computation: tensors only ------------------------------------------------------------------------------------
-
-
-def _gather(stored: Stored, tile: _Tile, block_size: int) -> Tensor:
+def _gather(stored: Stored, tile: Tile, block_size: int) -> Tensor:
     """Decoded rows [B,H,S,D] of a tile's columns. Consecutive blocks of one slot, or one block, are not copied."""
     heads_first = stored.array.transpose(0, 1)  # [H,N,block_size,W]
     if tile.slots is not None:
@@ -267,7 +111,7 @@ def _gather(stored: Stored, tile: _Tile, block_size: int) -> Tensor:
     return decoded
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> Tensor:
     """Attention [B,n,H,G,Dv] of queries [B,n,H,G,D] over [B,H,S,D] and [B,H,S,Dv], by PyTorch's fused operator."""
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     head_dim, value_dim = k.shape[-1], v.shape[-1]
@@ -294,7 +138,7 @@ def _widened(tensor: Tensor, width: int) -> Tensor:
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """As `_fused`, with the scores at hand: softcap, sinks. Float32 at least, tiles of bounded memory."""
     dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), torch.float32)
