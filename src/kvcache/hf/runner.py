@@ -1,0 +1,312 @@
+"""The packed runner: several ragged sequences, prefills and decodes mixed, in one `[1,T]` forward of an unmodified model.
+
+    runner = Runner(model, capacity=4096, max_sequences=16)
+    logits = runner.forward([
+        Work(sequence=7, position=0, tokens=prompt),         # a prefill (or a chunk of one)
+        Work(sequence=3, position=120, tokens=[token]),      # a decode
+    ])                                                       # [2, vocabulary]: one row for the last token of each
+
+What one forward does, for any number of layers:
+
+    Batch -> cache.start_forward -> model(input_ids [1,T], position_ids [1,T], our cache) -> logits of the rows asked for
+                                       each layer: update -> put, attention -> attend     (hf/runner_host.py)
+
+| models                                         | calls of the model per forward                                          |
+|------------------------------------------------|-------------------------------------------------------------------------|
+| attention through transformers' interface      | one, `[1,T]`                                                            |
+| with recurrent layers (their code would mix the sequences of a row), or with attention of their own | one `[B,1]` for all decodes, one `[1,n]` per prefill |
+
+**A forward that raises has changed nothing**: the cache is taken back to where each sequence stood. One exception: tokens that
+a *sliding* layer of a model of the second kind forgot in an earlier call of the same forward; such a sequence is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvcache import backends
+from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
+from kvcache.errors import NotSupported
+from kvcache.hf.layout import Layout, dtype_name, layout_of
+from kvcache.hf.runner_call import ModelCall
+from kvcache.spans import Chunked, Sliding, Span
+from kvcache.spec import Batch, Media, integer
+
+__all__ = ["EncoderStates", "Runner", "Work"]
+
+# Sequence ids under which recurrent states are kept while a forward is under way.
+_KEPT = -(2**62)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderStates:
+    """What an encoder made of one image, sound or source text: states [n, hidden], standing at `tokens[index]` of its work.
+
+    `key` identifies the content (equal keys, equal content). `Runner.encode` makes the states.
+    """
+
+    states: Tensor
+    key: Hashable
+    index: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """Tokens that continue one sequence.
+
+    sequence: its number, yours to choose. position: of the first token, the end of the sequence. tokens: at least one.
+    num_logits: of how many of the last tokens logits are wanted. media: encoder states that enter with these tokens.
+    """
+
+    sequence: int
+    position: int
+    tokens: Sequence[int]
+    num_logits: int = 1
+    media: Sequence[EncoderStates] = ()
+
+
+@final
+class Runner:
+    """Runs a transformers model over a cache of ours. Not thread-safe. Close it to give the model its attention back.
+
+    cache: initialised, with one `CausalCache` per distinct span of the model in order of first appearance, then a
+        `RecurrentCache` where it has states, then an `EncoderCache` where it has cross attention (`Runner.members` lists
+        them); a lone `CausalCache` where that is all. Its `max_batch` bounds a forward. It stays the caller's.
+    capacity, dtype, max_sequences, max_batch, block_size, memory, checkpoints: of the cache that is made when none is given
+        (`capacity` is required then, dtype "auto" is the model's); it is closed with the runner.
+    layout: what the model keeps; measured by `layout_of` when not given.
+
+    Raises `NotSupported` for models that it cannot run, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: Cache | None = None,
+        *,
+        layout: Layout | None = None,
+        capacity: int | None = None,
+        dtype: str | tuple[str, str] = "auto",
+        max_sequences: int = 16,
+        max_batch: int | None = None,
+        block_size: int = 16,
+        memory: int | None = None,
+        checkpoints: int | Iterable[int] = (),
+    ) -> None:
+        layout = layout or layout_of(model)
+        self._owns_cache = cache is None
+        if cache is None:
+            members = members_of(layout, block_size, memory=memory, checkpoints=checkpoints)
+            cache = members[0] if len(members) == 1 else HybridCache(*members)
+            name = dtype_name(model.dtype) if dtype == "auto" else dtype
+            cache.init(backends.torch(str(model.device)), name, max_sequences, capacity, max_batch)
+        self.cache = cache
+        self.members = _checked_members(cache, layout)
+        self.layout = layout
+        self._causal = next((m for m in self.members if isinstance(m, CausalCache | RecurrentCache)), self.members[0])
+        self._states = next((m for m in self.members if isinstance(m, RecurrentCache)), None)
+        self._encoder = next((m for m in self.members if isinstance(m, EncoderCache)), None)
+        self._model = ModelCall(model, layout, self.members)
+
+    # --- running -------------------------------------------------------------------------------------------------------
+
+    def forward(self, works: Sequence[Work]) -> Tensor:
+        """Run all works; logits [sum of num_logits, vocabulary] in the model's type, in the order of works and tokens.
+
+        Raises `ValueError` for works that do not continue their sequences, `CacheFull`, or whatever the model raises; the
+        cache is then as before. Cost on the host: O(T) with small constants, no tensor work besides the model's.
+        """
+        self._check(works)
+        if not works:
+            return torch.empty((0, self._model.vocabulary), dtype=self._model.dtype, device=self._model.device)
+        if self._states is not None:
+            for number, work in enumerate(works):
+                if work.position:
+                    self._states.copy_prefix(work.sequence, _KEPT - number, work.position)
+        started: list[int] = []
+        try:
+            with torch.inference_mode():
+                logits = self._run(works, started)
+        except BaseException:
+            for number in started:
+                self._take_back(works[number], _KEPT - number)
+            raise
+        finally:
+            if self._states is not None:
+                for number in range(len(works)):
+                    self._states.remove(_KEPT - number, 0)
+        return logits
+
+    def encode(self, **inputs: Tensor) -> Tensor:
+        """States [n, hidden] of one encoder input, for `EncoderStates`: what the model's encoder takes, with a batch of one."""
+        with torch.inference_mode():
+            return self._model.encode(**inputs)
+
+    def close(self) -> None:
+        """Give the model its attention back; close the cache if the runner made it. Closing twice is allowed."""
+        self._model.close()
+        if self._owns_cache:
+            self.cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    def _run(self, works: Sequence[Work], started: list[int]) -> Tensor:
+        if self._model.is_packed:
+            return self._pass(works, range(len(works)), started)
+        rows: list[Tensor | None] = [None] * len(works)
+        decodes = [number for number, work in enumerate(works) if work.position and len(work.tokens) == 1]
+        others = [[number] for number, work in enumerate(works) if not (work.position and len(work.tokens) == 1)]
+        for group in ([decodes] if decodes else []) + others:
+            logits = self._pass([works[number] for number in group], group, started)
+            wanted = [works[number].num_logits for number in group]
+            for number, part in zip(group, logits.split(wanted), strict=True):
+                rows[number] = part
+        return torch.cat([part for part in rows if part is not None])
+
+    def _pass(self, works: Sequence[Work], numbers: Iterable[int], started: list[int]) -> Tensor:
+        """One call of the model."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        kept: list[int] = []
+        for work in works:
+            count = len(work.tokens)
+            tokens += work.tokens
+            positions += range(work.position, work.position + count)
+            sequences += [work.sequence] * count
+            if work.num_logits:
+                kept += range(len(tokens) - work.num_logits, len(tokens))
+        media, states, sees_media = self._media(works)
+        batch = Batch(positions, sequences, media)
+        self.cache.start_forward(batch)
+        started += numbers
+        return self._model(
+            batch,
+            tokens,
+            [work.sequence for work in works],
+            kept,
+            is_fresh=not any(work.position for work in works),
+            states=states,
+            sees_media=sees_media,
+        )
+
+    def _media(self, works: Sequence[Work]) -> tuple[list[Media], list[Tensor], list[bool] | None]:
+        """The media that enter, their states, and which rows see media (`None` for models without cross attention)."""
+        media: list[Media] = []
+        states: list[Tensor] = []
+        if self._encoder is None:
+            if any(work.media for work in works):
+                raise ValueError("a work brings media, and the model has no cross attention for them")
+            return media, states, None
+        sees: list[bool] = []
+        for work in works:
+            known = self._encoder.encoder_cached(work.sequence)
+            first = 0 if known else min((entry.index for entry in work.media), default=len(work.tokens))
+            media += [Media(len(sees) + entry.index, entry.key, len(entry.states)) for entry in work.media]
+            states += [entry.states for entry in work.media]
+            sees += [index >= first for index in range(len(work.tokens))]
+            if self.layout.is_encoder_decoder and not (known or work.media):
+                raise ValueError(
+                    f"sequence {work.sequence} has no encoder states; give its first Work media=[EncoderStates(...)], made by "
+                    f"Runner.encode"
+                )
+        return media, states, sees
+
+    def _check(self, works: Sequence[Work]) -> None:
+        seen = set()
+        for work in works:
+            if not len(work.tokens):
+                raise ValueError(f"the work for sequence {work.sequence} has no tokens; expected at least one")
+            if not 0 <= work.num_logits <= len(work.tokens):
+                raise ValueError(
+                    f"num_logits is {work.num_logits} for {len(work.tokens)} tokens of sequence {work.sequence}; expected at "
+                    f"most one per token"
+                )
+            if work.sequence in seen:
+                raise ValueError(f"sequence {work.sequence} has two works; expected one per forward: join their tokens")
+            seen.add(integer(work.sequence, "Work.sequence", minimum=-(2**61)))
+            end = self._causal.sequence(work.sequence).seq_len
+            if integer(work.position, "Work.position") < end:
+                raise ValueError(
+                    f"sequence {work.sequence} ends at {end} and its work begins at {work.position}; expected the end: remove "
+                    f"the tokens from {work.position} on first"
+                )
+            for entry in work.media:
+                if entry.states.dim() != 2 or not 0 <= entry.index < len(work.tokens):
+                    raise ValueError(
+                        f"encoder states {list(entry.states.shape)} at index {entry.index} of {len(work.tokens)} tokens; expected "
+                        f"[n, hidden] at one of the tokens"
+                    )
+
+    def _take_back(self, work: Work, kept: int) -> None:
+        """The sequence as it was before a forward that failed."""
+        for member in self.members:
+            if member is self._states and work.position:
+                member.copy_prefix(kept, work.sequence, work.position)
+                continue
+            try:
+                member.remove(work.sequence, work.position)
+            except NotSupported:  # see the head of the file
+                self.cache.remove(work.sequence, 0)
+                return
+
+
+def members_of(
+    layout: Layout, block_size: int, *, memory: int | None = None, checkpoints: int | Iterable[int] = ()
+) -> tuple[Cache, ...]:
+    """New caches that a `Runner` of this layout wants, in its order, not initialised: for `HybridCache(*members)`."""
+    members = layout.members(block_size, memory=memory, checkpoints=checkpoints)
+    crosses = layout.is_encoder_decoder or any(layer.is_cross for layer in layout.layers)
+    return (*members, EncoderCache()) if crosses else members
+
+
+def _checked_members(cache: Cache, layout: Layout) -> tuple[Cache, ...]:
+    """The members of a cache, after checking that they are those of the layout."""
+    members = cache.members if isinstance(cache, HybridCache) else (cache,)
+    expected = members_of(layout, 1)
+    fits = len(members) == len(expected) and all(
+        type(member) is type(wanted)
+        and (
+            not isinstance(member, CausalCache)
+            or not isinstance(wanted, CausalCache)
+            or _same(member.span, wanted.span)
+        )
+        for member, wanted in zip(members, expected, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"the cache has members [{_described(members)}]; expected [{_described(expected)}] for this model: make it with "
+            f"HybridCache(*members_of(layout, block_size))"
+        )
+    return members
+
+
+def _same(span: Span, wanted: Span) -> bool:
+    """Whether two spans show a query the same; what they retain beyond that may differ."""
+    if isinstance(span, Sliding) and isinstance(wanted, Sliding):
+        return span.window == wanted.window
+    return span == wanted
+
+
+def _described(members: Sequence[Cache]) -> str:
+    return ", ".join(
+        f"{type(member).__name__}({member.span})" if isinstance(member, CausalCache) else type(member).__name__
+        for member in members
+    )

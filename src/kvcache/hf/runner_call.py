@@ -1,0 +1,228 @@
+"""One call of a transformers model with our cache: which arguments it takes, and how logits come back.
+
+Everything that depends on the model's class is looked up once, when the runner is made; a call builds tensors and keyword
+arguments and nothing else.
+
+| model                | tokens              | positions              | cache             | besides                                       |
+|----------------------|---------------------|------------------------|-------------------|-----------------------------------------------|
+| decoders             | `input_ids`         | `position_ids`         | `past_key_values` | `logits_to_keep`                              |
+| Mamba                | `input_ids`         | (none)                 | `cache_params`    | `logits_to_keep`                              |
+| T5, Whisper          | `decoder_input_ids` | `decoder_position_ids` | `past_key_values` | `encoder_outputs`                             |
+| Mllama               | `input_ids`         | `position_ids`         | `past_key_values` | `cross_attention_states`, a row mask          |
+| BLOOM                | `input_ids`         | (none)                 | `past_key_values` | `attention_mask`                              |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from kvcache.caches import Cache, EncoderCache
+from kvcache.errors import NotSupported
+from kvcache.hf import attention
+from kvcache.hf.layout import Layout
+from kvcache.hf.runner_dense import DenseCache
+from kvcache.hf.runner_host import CrossCache, PackedCache, PackedPair, Step
+from kvcache.hf.runner_latent import LatentReader, Latents
+from kvcache.spec import Batch
+
+__all__ = ["ModelCall"]
+
+
+@final
+class ModelCall:
+    """A model, called with our cache. `is_packed`: ragged rows share one call; else a call is `[B,1]` or `[1,n]`."""
+
+    def __init__(self, model: PreTrainedModel, layout: Layout, members: Sequence[Cache]) -> None:
+        if model.training:
+            raise ValueError(
+                "the model is in training mode, and dropout would spoil what is cached; call model.eval() first"
+            )
+        self.model = model
+        self.dtype = model.dtype
+        self.device = model.device
+        self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
+        self._switch = AttentionSwitch(model)
+        attends = any(layer.span is not None or layer.is_cross for layer in layout.layers)
+        is_dense = attends and not self._switch.is_on
+        self.is_packed = not is_dense and not layout.has_states
+        self._forward, self._head = _entry(model)
+        accepted = inspect.signature(self._forward.forward).parameters
+        encoder = members[-1] if isinstance(members[-1], EncoderCache) else None
+        self._crosses = encoder is not None and not layout.is_encoder_decoder
+        self._is_pair = layout.is_encoder_decoder
+        self._tokens = "decoder_input_ids" if self._is_pair else "input_ids"
+        self._positions = next((name for name in ("decoder_position_ids", "position_ids") if name in accepted), None)
+        self._keeps = "logits_to_keep" in accepted
+        self._cache_argument = layout.cache_argument
+        self._latents = Latents(model) if attends and not is_dense else None
+        self._host: PackedCache | DenseCache
+        self._pair: PackedPair | None = None
+        if is_dense:
+            self._host = DenseCache(layout, members)
+        else:
+            modules = self._latents.modules if self._latents else {}
+            latents = {i: LatentReader(m, members[layout.member(i)], i) for i, m in modules.items()}
+            biased = [
+                int(m.layer_idx)
+                for m in model.modules()
+                if getattr(m, "has_relative_attention_bias", False) and getattr(m, "is_decoder", False)
+            ]
+            self._host = PackedCache(layout, members, encoder, latents=latents, biased_layers=biased, dtype=self.dtype)
+            if encoder is not None and self._is_pair:
+                self._pair = PackedPair(self._host, CrossCache(encoder, len(layout.layers), self.dtype))
+                self._no_states = torch.zeros((1, 1, model.config.d_model), dtype=self.dtype, device=self.device)
+
+    def __call__(
+        self,
+        batch: Batch,
+        tokens: Sequence[int],
+        sequences: Sequence[int],
+        kept: Sequence[int],
+        *,
+        is_fresh: bool,
+        states: Sequence[Tensor],
+        sees_media: Sequence[bool] | None,
+    ) -> Tensor:
+        """Logits [len(kept), vocabulary] of the rows `kept`. The cache has started its pass over `batch`."""
+        T = len(tokens)
+        positions = torch.tensor(batch.positions, device=self.device)
+        step = Step(
+            batch,
+            sequences,
+            positions,
+            is_fresh,
+            has_media=bool(sees_media) and any(sees_media),
+            new_media=bool(states),
+        )
+        shape = (1, T) if self.is_packed or len(sequences) == 1 else (T, 1)
+        arguments: dict[str, Any] = {
+            self._tokens: torch.tensor(tokens, device=self.device).view(shape),
+            self._cache_argument: self._host if self._pair is None else self._pair,
+            "use_cache": True,
+        }
+        if self._positions is not None:
+            arguments[self._positions] = positions.view(shape)
+        everything = len(kept) == T
+        if self._keeps and not everything and shape[0] == 1:
+            arguments["logits_to_keep"] = torch.tensor(kept, dtype=torch.long, device=self.device)
+        self._host.begin(step)
+        if isinstance(self._host, DenseCache):
+            arguments["attention_mask"] = self._host.attention_mask
+        elif self._pair is not None:
+            self._pair.begin(step)
+            packed = torch.cat(list(states)).to(self._no_states)[None] if states else self._no_states
+            arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=packed)
+        elif self._crosses and sees_media is not None:
+            arguments |= self._cross_arguments(states, sees_media)
+        output = self._forward(**arguments)
+        self._host.write_back()
+        rows = (output.logits if self._head is None else output.last_hidden_state).flatten(0, 1)
+        if not everything and "logits_to_keep" not in arguments:
+            rows = rows[torch.tensor(kept, dtype=torch.long, device=self.device)]
+        return rows if self._head is None else self._head(rows)
+
+    def encode(self, **inputs: Tensor) -> Tensor:
+        """States [n, hidden] of one encoder input, with the attention that the model came with."""
+        with self._switch.turned_off():
+            if self._is_pair:
+                encoder: Any = self.model.get_encoder()
+                states: Tensor = encoder(**inputs).last_hidden_state
+            elif self._crosses and hasattr(self.model, "model"):
+                states = _image_states(self.model.model, **inputs)
+            else:
+                raise NotSupported(f"{type(self.model).__name__} has no encoder whose states attention could read")
+        if states.shape[0] != 1:
+            raise ValueError(f"the encoder was given {states.shape[0]} inputs; expected one at a time")
+        return states[0]
+
+    def close(self) -> None:
+        """Give the model its attention back. Repeating it changes nothing."""
+        self._switch.restore()
+        if self._latents is not None:
+            self._latents.close()
+
+    def _cross_arguments(self, states: Sequence[Tensor], sees_media: Sequence[bool]) -> dict[str, Any]:
+        arguments: dict[str, Any] = {}
+        if states:
+            arguments["cross_attention_states"] = torch.cat(list(states)).to(self.device, self.dtype)[None]
+        if not all(sees_media):  # rows without an image skip the layer: attention gives them zeros, this the rest
+            mask = torch.tensor(sees_media, device=self.device).to(self.dtype)
+            arguments["full_text_row_masked_out_mask"] = mask.view(1, 1, -1, 1)
+        return arguments
+
+
+@final
+class AttentionSwitch:
+    """Our attention function in a model's decoder, and the way back. `is_on` is false where the model has none to switch."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        attention.register()
+        modules = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        self._before = list({id(m.config): (m.config, m.config._attn_implementation) for m in modules}.values())
+        self.is_on = type(model)._can_set_attn_implementation()
+        if self.is_on:
+            # Vision and sound towers keep theirs where the model tells them apart.
+            towers = "text_config" in model.config.sub_configs
+            model.set_attn_implementation(
+                {"": attention.NAME, "text_config": attention.NAME} if towers else attention.NAME
+            )
+            decoder: Any = model.get_decoder()
+            self.is_on = attention.is_in_place(decoder.config) and decoder._can_set_attn_implementation()
+            if not self.is_on:  # some models only warn, and would mix the sequences of a row
+                self.restore()
+        self._during = [(config, config._attn_implementation) for config, _ in self._before]
+
+    def restore(self) -> None:
+        """The attention that the model came with."""
+        for config, name in self._before:
+            config._attn_implementation_internal = name
+
+    def turned_off(self) -> _TurnedOff:
+        """A context in which the model has the attention that it came with."""
+        return _TurnedOff(self._before, self._during)
+
+
+@final
+class _TurnedOff:
+    def __init__(self, before: Sequence[tuple[Any, str]], during: Sequence[tuple[Any, str]]) -> None:
+        self._before = before
+        self._during = during
+
+    def __enter__(self) -> None:
+        for config, name in self._before:
+            config._attn_implementation_internal = name
+
+    def __exit__(self, *_: object) -> None:
+        for config, name in self._during:
+            config._attn_implementation_internal = name
+
+
+def _entry(model: PreTrainedModel) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
+    """What is called, and the head that it leaves out.
+
+    Mllama with its vision tower computes the row mask from a mask of tiles, which cannot say "no image at all"; its text
+    model takes the row mask itself.
+    """
+    inner = getattr(model, "model", None)
+    if model.config.model_type == "mllama" and inner is not None and hasattr(inner, "language_model"):
+        return inner.language_model, model.get_output_embeddings()
+    return model, None
+
+
+def _image_states(
+    model: Any, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor, **_: Any
+) -> Tensor:
+    """Mllama's states [1, n, hidden] of one prompt's images: the tiles that `aspect_ratio_mask` says are there."""
+    vision = model.vision_model(
+        pixel_values=pixel_values, aspect_ratio_ids=aspect_ratio_ids, aspect_ratio_mask=aspect_ratio_mask
+    )
+    tiles = vision.last_hidden_state[aspect_ratio_mask.bool()]  # [tiles, patches, width]
+    states: Tensor = model.multi_modal_projector(tiles)
+    return states.flatten(0, 1)[None]

@@ -1,0 +1,437 @@
+"""What an unmodified transformers model takes for its cache while several ragged sequences share one forward.
+
+The model believes in `[B,n]` tokens with one history for all; our caches believe in T = B * n rows, each of its own sequence.
+`PackedCache` stands between them: `update` stores the new keys and values and hands the keys back *tagged* with a reader
+(`hf/attention.py`), which the attention function asks instead of looking at keys.
+
+    model layer                      PackedCache                      kvcache
+    k, v [B,H,n,D]  -- update -->    rows [T,H,D]  -- put -->         blocks of each sequence
+    attention(q, k) -- reader -->    rows [T,Hq,D] -- attend -->      out [T,Hq,Dv] -> [B,n,Hq,Dv]
+
+| layer                            | what is different                                                                         |
+|----------------------------------|-------------------------------------------------------------------------------------------|
+| latent attention (MLA)           | attended in the latent space: `hf/runner_latent.py`                                       |
+| relative position bias (T5)      | `BiasedReader`: histories side by side, as many columns as the model makes biases for     |
+| cross attention                  | an `EncoderCache`: `CrossCache` beside, or inside (Mllama, whose layers share one cache)   |
+| convolution, SSM, linear         | states are lent for the pass and written back after it (`write_back`)                     |
+| no AttentionInterface (BLOOM)    | `hf/runner_dense.py`                                                                       |
+
+A model may update a lent state in place, without telling (one-token steps of Mamba 2, Qwen3-Next, LFM2, Falcon-H1): what is
+lent is never what the cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache as TransformersCache
+from transformers import EncoderDecoderCache
+
+from kvcache.caches import Cache, CausalCache, EncoderCache, RecurrentCache
+from kvcache.errors import NotSupported
+from kvcache.hf.attention import Call, Gathered, MaskLength, Reader, tag
+from kvcache.hf.layout import Layout
+from kvcache.hf.runner_latent import LatentReader
+from kvcache.spans import Full, Sliding
+from kvcache.spec import Batch
+
+__all__ = ["Columns", "CrossCache", "PackedCache", "PackedPair", "Step", "put_rows"]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One call of the model, of B sequences with n tokens each, or of one ragged row of T (then B is 1).
+
+    batch: its T rows; sequences: distinct, in the order of their rows; positions: int64 [T], on the model's device; is_fresh:
+    no sequence has a past; has_media: some sequence sees media; new_media: the pass brings encoder states.
+    """
+
+    batch: Batch
+    sequences: Sequence[int]
+    positions: Tensor
+    is_fresh: bool
+    has_media: bool = False
+    new_media: bool = False
+
+
+@final
+class RowReader(Reader):
+    """Reads one layer of one member for whatever pass is under way there. Cross attention sees all of its sequence's media."""
+
+    __slots__ = ("_is_cross", "_layer", "_member", "_window")
+
+    def __init__(self, member: Cache, layer: int) -> None:
+        self._member = member
+        self._layer = layer
+        self._is_cross = isinstance(member, EncoderCache)
+        span = member.span if isinstance(member, CausalCache) else None
+        self._window = span.window if isinstance(span, Sliding) else None
+
+    @property
+    def window(self) -> int | None:
+        return self._window
+
+    def attend(self, call: Call) -> Tensor | None:
+        # T5 hands zeros as the position bias of its cross attention, and cross attention is never causal.
+        if call.mask is not None or call.dropout or not (self._is_cross or call.is_plain):
+            return None
+        B, Hq, n, D = call.queries.shape
+        rows = call.queries.transpose(1, 2).reshape(B * n, Hq, D)
+        self._member.set_layer(self._layer)  # not always the last one put: Gemma's later layers read earlier ones
+        out: Tensor = self._member.attend(rows, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+        return out.view(B, n, Hq, -1)
+
+    def gather(self) -> Gathered:
+        _refuse_call()
+
+    def knows_padding(self, attention_mask: Tensor | None) -> bool:
+        return True
+
+
+@final
+class BiasedReader(Reader):
+    """Reads whole histories side by side, and adds the bias that the model computed for exactly these columns."""
+
+    __slots__ = ("_layer", "columns")
+
+    window = None
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self.columns: Columns
+
+    def attend(self, call: Call) -> Tensor | None:
+        if call.mask is not None or call.softcap is not None or call.sinks is not None or call.dropout:
+            return None
+        keys, values = self.columns.gather(self._layer, call.queries.dtype)
+        bias = self.columns.mask if call.position_bias is None else self.columns.biased(call.position_bias)
+        out = F.scaled_dot_product_attention(
+            call.queries,
+            keys,
+            values,
+            attn_mask=bias,
+            scale=call.scale,
+            enable_gqa=keys.shape[1] != call.queries.shape[1],
+        )
+        return out.transpose(1, 2)
+
+    def gather(self) -> Gathered:
+        _refuse_call()
+
+    def knows_padding(self, attention_mask: Tensor | None) -> bool:
+        return True
+
+
+@final
+class Columns:
+    """Whole histories of a pass side by side: which columns they are, and who sees which. O(T * S), once per pass.
+
+    slots: int64 [S] in the member's storage; mask: bool [1,1,T,S]; offsets: int64 [T,S], what a model that takes column
+    minus row for (key - query) must add to its rows to be right: T5's length of the past.
+    """
+
+    __slots__ = ("_biased", "_member", "mask", "offsets", "slots")
+
+    def __init__(self, member: CausalCache, step: Step) -> None:
+        tables = member.tables.sequences
+        parts = []
+        for number, sequence in enumerate(step.sequences):
+            table = tables[sequence]
+            indices = table.indices_between(0, table.end)
+            parts.append((table.slots(indices), table.positions.view[indices], np.full(len(indices), number)))
+        slots, positions, owners = (np.concatenate([part[i] for part in parts]).astype(np.int64) for i in range(3))
+        queries = np.asarray(step.batch.positions)[:, None]
+        numbers = {sequence: number for number, sequence in enumerate(step.sequences)}
+        own = np.array([numbers[sequence] for sequence in step.batch.sequences])[:, None]
+        seen = (owners == own) & (positions <= queries) & (positions >= member.span.begin(queries))
+        rows, columns = np.arange(len(queries))[:, None], np.arange(len(positions))
+        device = step.positions.device
+        self._member = member
+        self._biased: tuple[Tensor, Tensor] | None = None
+        self.slots = slots
+        self.mask = torch.from_numpy(seen)[None, None].to(device)
+        self.offsets = torch.from_numpy(queries - positions + columns - rows).to(device)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def biased(self, bias: Tensor) -> Tensor:
+        """`bias` [1,Hq,T,S] with -inf where nothing is seen. The layers of T5 share one bias: it is masked once."""
+        if self._biased is None or self._biased[0] is not bias:
+            self._biased = (bias, bias.masked_fill(~self.mask, -torch.inf))
+        return self._biased[1]
+
+    def gather(self, layer: int, dtype: torch.dtype) -> Gathered:
+        """Keys [1,H,S,D] and values [1,H,S,Dv] of a layer in the model's element type. A copy."""
+        storage = self._member.storage
+        stored = storage.layer(layer)
+        keys, values = (
+            part.format.decode(storage.backend.gather_rows(part.array, self.slots), part.head_dim)
+            for part in (stored.keys, stored.values)
+        )
+        return Gathered(*(part.to(dtype).transpose(0, 1)[None] for part in (keys, values)))
+
+
+def put_rows(member: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
+    """Store keys [B,H,n,D] and values [B,H,n,Dv] as the T = B * n rows of the pass."""
+    member.set_layer(layer)
+    member.put(keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1))
+
+
+@final
+class _LayerFace:
+    """What models read of `cache.layers[i]` directly: keys, values, whether there are any."""
+
+    __slots__ = ("_layer", "_owner", "is_sliding")
+
+    def __init__(self, owner: CrossCache | PackedCache, layer: int, *, is_sliding: bool) -> None:
+        self._owner = owner
+        self._layer = layer
+        self.is_sliding = is_sliding
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._owner.step.has_media
+
+    @property
+    def keys(self) -> Tensor:
+        return self._owner.stored(self._layer).keys
+
+    @property
+    def values(self) -> Tensor:
+        return self._owner.stored(self._layer).values
+
+
+@final
+class PackedCache(TransformersCache):
+    """The cache that the decoder sees. `step` is set before each call of the model; `members` are those of the layout."""
+
+    is_compileable = False
+
+    def __init__(
+        self,
+        layout: Layout,
+        members: Sequence[Cache],
+        encoder: EncoderCache | None,
+        *,
+        latents: Mapping[int, LatentReader],
+        biased_layers: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        # Not the base class's fields: it would make storage of its own.
+        self.layers = [
+            _LayerFace(self, i, is_sliding=not isinstance(layer.span, Full | None))
+            for i, layer in enumerate(layout.layers)
+        ]
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        self.step: Step
+        self._members = [
+            encoder if layer.is_cross else None if layer.span is None else members[layout.member(i)]
+            for i, layer in enumerate(layout.layers)
+        ]
+        self._readers = [None if member is None else RowReader(member, i) for i, member in enumerate(self._members)]
+        self._latents = latents
+        self._biased = {i: BiasedReader(i) for i in range(len(layout.layers))} if biased_layers else {}
+        self._biased_layers = frozenset(biased_layers)
+        self._columns: Columns | None = None
+        self._states = members[layout.state_member] if layout.has_states else None
+        self._loans: dict[int, list[Tensor | None]] = {}
+        self._dummy = torch.zeros((1, 1, 1, 1), dtype=dtype)
+        self._mask_length = MaskLength(0, RowReader(members[0], 0))
+
+    def begin(self, step: Step) -> None:
+        """The next call of the model is `step`; the members have started their pass."""
+        self.step = step
+        self._loans.clear()
+        if self._biased:
+            member = self._members[0]
+            assert isinstance(member, CausalCache)  # models with a position bias have full attention only
+            self._columns = Columns(member, step)
+            for reader in self._biased.values():
+                reader.columns = self._columns
+
+    # --- keys and values -----------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if latent := self._latents.get(layer_idx):
+            return latent.store(key_states, value_states)
+        member, reader = self._members[layer_idx], self._readers[layer_idx]
+        if member is None or reader is None:
+            raise ValueError(f"layer {layer_idx} updates keys and values, and its layout says that it keeps none")
+        put_rows(member, layer_idx, key_states, value_states)
+        if self._columns is not None:
+            stand_in = self._dummy.expand(1, 1, len(self._columns), 1)  # only its length is looked at
+            return tag(stand_in, self._biased[layer_idx]), value_states
+        return tag(key_states, reader), value_states
+
+    def stored(self, layer: int) -> Gathered:
+        """What stands for the keys and values of a cross-attention layer that was put in an earlier pass."""
+        reader = self._readers[layer]
+        if reader is None or not isinstance(self._members[layer], EncoderCache):
+            raise NotSupported(
+                f"the model reads keys of layer {layer} past update(); packed rows hand out tagged keys only"
+            )
+        return Gathered(tag(self._dummy, reader), self._dummy)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Not one number but a tensor: what to add to `arange(T)` for the true positions.
+
+        Models that add it are right unmodified (Llama 4's temperature, T5's bias); one that compares it raises.
+        """
+        if self._columns is not None:
+            return self._columns.offsets if layer_idx in self._biased_layers else 0
+        return self.step.positions - torch.arange(len(self.step.positions), device=self.step.positions.device)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._mask_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    # --- states --------------------------------------------------------------------------------------------------------
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return not self.step.is_fresh
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None if self.step.is_fresh else self._loan(layer_idx, state_idx)[0]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None if self.step.is_fresh else self._loan(layer_idx, state_idx)[1]
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Append to the convolution state; answers with the previous state and the new tokens, [B,C,K + n]."""
+        loan = self._loan(layer_idx, state_idx)
+        previous = loan[0]
+        size = previous.shape[-1] if previous is not None else conv_kernel_size or conv_states.shape[-1]
+        if previous is not None:
+            conv_states = torch.cat((previous, conv_states), dim=-1)
+        elif conv_states.shape[-1] < size:
+            conv_states = torch.nn.functional.pad(conv_states, (size - conv_states.shape[-1], 0))
+        # A copy: a view would keep the whole pass alive for as long as the state.
+        loan[0] = conv_states[..., conv_states.shape[-1] - size :].clone()
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        self._loan(layer_idx, state_idx)[1] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def write_back(self) -> None:
+        """The call went well: states as the model left them become the sequences' states."""
+        for layer, (conv, recurrent) in self._loans.items():
+            assert self._states is not None  # loans are of its states
+            self._states.set_layer(layer)
+            self._states.put(conv, recurrent)
+        self._loans.clear()
+
+    def _loan(self, layer: int, state_index: int) -> list[Tensor | None]:
+        loan = self._loans.get(layer)
+        if loan is None:
+            if self._states is None:
+                raise ValueError(f"layer {layer} asks for states, and its layout says that it keeps none")
+            if state_index:
+                raise NotSupported(f"layer {layer} keeps several convolution states; packed rows support one")
+            loan = [None, None]
+            if not self.step.is_fresh:
+                self._states.set_layer(layer)
+                history = self._states.get()
+                loan[:] = [None if state is None else state.clone() for state in (history.keys, history.values)]
+            self._loans[layer] = loan
+        return loan
+
+    # --- refused -------------------------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
+        _refuse("reorder_cache")
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        _refuse("crop")
+
+
+@final
+class CrossCache(TransformersCache):
+    """The cross-attention half of an encoder-decoder's cache: what the encoder made of each sequence's media."""
+
+    is_compileable = False
+
+    def __init__(self, encoder: EncoderCache, num_layers: int, dtype: torch.dtype) -> None:
+        self.layers = [_LayerFace(self, layer, is_sliding=False) for layer in range(num_layers)]
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        self.step: Step
+        self._encoder = encoder
+        self._readers = [RowReader(encoder, layer) for layer in range(num_layers)]
+        self._dummy = torch.zeros((1, 1, 1, 1), dtype=dtype)
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        put_rows(self._encoder, layer_idx, key_states, value_states)
+        return self.stored(layer_idx)
+
+    def stored(self, layer: int) -> Gathered:
+        """Tagged stand-ins for the keys and values of all media that the pass sees."""
+        return Gathered(tag(self._dummy, self._readers[layer]), self._dummy)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class _IsUpdated(dict[int, bool]):
+    """`EncoderDecoderCache.is_updated`: whether a layer need not be put in this pass. Models set it too; a pass overrules."""
+
+    new_media = False
+
+    def get(self, layer: int, default: Any = None) -> bool:  # type: ignore[override]
+        return not self.new_media
+
+
+@final
+class PackedPair(EncoderDecoderCache):
+    """Self and cross attention of an encoder-decoder. `isinstance(EncoderDecoderCache)` is what the models check."""
+
+    def __init__(self, decoder: PackedCache, cross: CrossCache) -> None:
+        self.self_attention_cache = decoder
+        self.cross_attention_cache = cross
+        self.is_updated: Mapping[int, bool] = _IsUpdated()
+
+    def begin(self, step: Step) -> None:
+        """The next call of the model is `step`."""
+        self.cross_attention_cache.step = step
+        self.is_updated.new_media = step.new_media  # type: ignore[attr-defined]
+
+
+def _refuse_call() -> NoReturn:
+    raise NotSupported(
+        "the model asks for attention under a mask of its own (bidirectional image blocks, dropout, a position bias), which "
+        "packed rows do not support; run such prompts through generate() with cache_for"
+    )
+
+
+def _refuse(operation: str) -> NoReturn:
+    raise NotSupported(f"{operation} belongs to generate(); a Runner's sequences are changed through its cache")
