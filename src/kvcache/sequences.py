@@ -131,7 +131,7 @@ class Sequence:
 
     def forgettable_blocks(self, retained_from: int) -> Indices[int]:
         """Indices of table entries whose tokens all lie below `retained_from`. O(1) when dense, else O(slots)."""
-        if not self.num_slots or self.pending:
+        if not retained_from or not self.num_slots or self.pending:
             return ()
         if self.is_dense:
             first = self.positions[0]

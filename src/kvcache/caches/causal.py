@@ -179,7 +179,7 @@ class CausalCache(Cache):
             applied = tables.apply(plan)
             slots = np.empty(len(batch), np.int64)
             for sequence, own in rows.items():
-                slots[own] = applied.slots[sequence]
+                slots[own if len(own) > 1 else own[0]] = applied.slots[sequence]
             self._storage.copy_blocks(applied.sources, applied.targets)
             self._start(Forward(batch, rows, slots, tables.sequences, tables.span))
 
@@ -232,7 +232,7 @@ class CausalCache(Cache):
                 applied = self._tables.apply_removal(removal)
                 self._storage.copy_blocks(applied.sources, applied.targets)
                 for layer, encoded in shifted.items():
-                    self._storage.write_keys(layer, applied.slots[sequence], encoded)
+                    self._storage.write_keys(layer, np.asarray(applied.slots[sequence]), encoded)
 
         return effect
 

@@ -34,8 +34,8 @@ class Columns(NamedTuple):
 class Forward:
     """One started pass.
 
-    `slots` int64 [T]; `rows` are the batch rows of each sequence; `written` says which layers were put, in which shapes;
-    `masks` keeps the mask made for each device.
+    `slots` int64 [T]; `rows` are the batch rows of each sequence; `written` says which layers were put, in which
+    shapes; `masks` keeps the mask made for each device.
     """
 
     __slots__ = (

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Indices
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import numpy as np
@@ -44,7 +44,7 @@ class _Step:
     table: Sequence
     drops: Indices[int]
     positions: Indices[int]
-    holes: NDArray[np.int64] = field(default_factory=lambda: _NO_SLOTS)
+    holes: NDArray[np.int64]
     copy_tail: bool = False
     num_new_blocks: int = 0
 
@@ -59,9 +59,9 @@ class Plan:
 
 
 class Applied(NamedTuple):
-    """Slots of the new tokens by sequence (int64, in the order of their positions in the plan), and blocks to copy."""
+    """Slots of the new tokens by sequence, in the order of their positions in the plan; and the blocks to copy."""
 
-    slots: dict[int, NDArray[np.int64]]
+    slots: dict[int, NDArray[np.int64] | int]
     sources: list[int]
     targets: list[int]
 
@@ -97,7 +97,7 @@ class Tables:
         """
         released: Counter[int] = Counter()
         resting = self._unsettled - groups.keys()
-        steps = [self._forget(sequence, (), self.sequences[sequence].end) for sequence in resting]
+        steps = [self._forget(sequence, (), self.sequences[sequence].end) for sequence in resting] if resting else []
         for sequence, positions in groups.items():
             table = self.sequences.get(sequence)
             lowest = min(positions) if not pending else table.end if table else 0
@@ -130,7 +130,7 @@ class Tables:
 
     def _forget(self, sequence: int, positions: Indices[int], lowest: int) -> _Step:
         table = self.sequences.get(sequence) or Sequence(self.block_size)
-        return _Step(sequence, table, table.forgettable_blocks(self.span.retained_from(lowest)), positions)
+        return _Step(sequence, table, table.forgettable_blocks(self.span.retained_from(lowest)), positions, _NO_SLOTS)
 
     def _release_one(self, block: int, released: Counter[int]) -> int:
         """Count one reference less; 1 when that frees the block."""
@@ -172,7 +172,7 @@ class Tables:
         writable: NDArray[np.int64] = (holes - shift)[mine[blocks]]
         return writable
 
-    def _take(self, step: _Step, pending: bool, applied: Applied) -> NDArray[np.int64]:
+    def _take(self, step: _Step, pending: bool, applied: Applied) -> NDArray[np.int64] | int:
         table = step.table
         if step.copy_tail:
             self._make_own(table, len(table.table) - 1, applied)
@@ -180,6 +180,9 @@ class Tables:
             table.table.extend(self.pool.allocate(step.num_new_blocks))
         num_holes = len(step.holes)
         begin, rest = table.num_slots, step.positions[num_holes:]
+        if len(rest) == 1 and not num_holes and not pending:  # decode: no arrays
+            table.append(rest)
+            return table.table[len(table.table) - 1] * self.block_size + begin % self.block_size
         if pending:
             table.pending.extend(int(i) for i in step.holes)
             table.append_pending(len(rest))

@@ -1,0 +1,6 @@
+"""`python -m kvcache` is the command `kvcache`."""
+
+from kvcache.cli import main
+
+if __name__ == "__main__":
+    main()

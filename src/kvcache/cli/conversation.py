@@ -1,0 +1,202 @@
+"""A conversation on one cache: branches of tokens, each a sequence, so that forking and rewinding cost no computation.
+
+A turn makes the text so far into tokens, keeps the part of the cache that begins the same way, computes the rest and
+generates:
+
+    cached     <bos> Once upon a time there was a fox
+    wanted     <bos> Once upon a time there was a king who
+    kept       |<------------------------------->|        remove(sequence, kept)
+    computed                                      |<--->|  at least one token
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+from tokenizers.decoders import DecodeStream
+
+from kvcache.errors import NotSupported
+from kvcache.hf.runner import Runner, Work
+
+if TYPE_CHECKING:
+    from kvcache.hf.loading import Loaded
+
+__all__ = ["Branch", "Conversation", "Turn"]
+
+CHUNK = 512
+"""Tokens of a prompt computed in one pass: enough to keep the matrix units busy, small enough to stop between."""
+
+
+@dataclass(slots=True)
+class Branch:
+    """One line of the conversation: its sequence in the cache, its tokens, what was said, and where each turn began."""
+
+    sequence: int
+    tokens: list[int] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)  # tokens and messages before the turn
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a turn cost. `seconds_to_first` counts from the prompt to the first token, `seconds` the rest."""
+
+    num_reused: int
+    num_computed: int
+    num_generated: int = 0
+    seconds_to_first: float = 0.0
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding: the first token belongs to the prompt's time."""
+        return (self.num_generated - 1) / self.seconds if self.num_generated > 1 and self.seconds else 0.0
+
+
+@final
+class Conversation:
+    """Branches of one conversation with a model; `name` is the active branch's.
+
+    capacity: tokens that a branch may hold.
+    """
+
+    def __init__(self, loaded: Loaded, runner: Runner, capacity: int) -> None:
+        if loaded.tokenizer is None:
+            raise ValueError(f"{loaded.name} has no tokenizer; expected a model folder or file that carries one")
+        self._tokenizer: Any = loaded.tokenizer
+        self._runner = runner
+        self.cache = runner.cache
+        self._capacity = capacity
+        self._branches = {"main": Branch(0)}
+        self._next_sequence = 1
+        self._stop_tokens = _stop_tokens(loaded)
+        self.name = "main"
+        self.last: Turn | None = None
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer can format a chat; without, the text so far is simply continued."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
+    def branch(self) -> Branch:
+        """The active branch."""
+        return self._branches[self.name]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all branches."""
+        return list(self._branches)
+
+    def say(self, text: str, max_tokens: int) -> Iterator[str]:
+        """Add `text` to the active branch and yield the answer as it comes; `last` tells the cost afterwards."""
+        branch = self.branch
+        branch.turns.append((len(branch.tokens), len(branch.messages)))
+        if self.has_template:
+            branch.messages.append({"role": "user", "content": text})
+            wanted = self._tokenizer.apply_chat_template(
+                branch.messages, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        else:
+            added = self._tokenizer(text, add_special_tokens=not branch.tokens)["input_ids"]
+            wanted = [*branch.tokens, *added]
+        answer = []
+        for piece in self._complete(list(wanted), max_tokens):
+            answer.append(piece)
+            yield piece
+        if self.has_template:
+            branch.messages.append({"role": "assistant", "content": "".join(answer)})
+
+    def complete(self, prompt: str, max_tokens: int) -> Iterator[str]:
+        """Replace the active branch by `prompt`, keeping what it has in common with it, and yield the completion."""
+        self.branch.turns.clear()
+        self.branch.messages.clear()
+        yield from self._complete(list(self._tokenizer(prompt)["input_ids"]), max_tokens)
+
+    def undo(self) -> int:
+        """Take the last turn back; the number of tokens it had. Raises `ValueError` when there is none."""
+        branch = self.branch
+        if not branch.turns:
+            raise ValueError("nothing to undo; no turn was taken on this branch")
+        begin, num_messages = branch.turns.pop()
+        removed = len(branch.tokens) - begin
+        self._rewind(branch, begin)
+        del branch.tokens[begin:], branch.messages[num_messages:]
+        return removed
+
+    def fork(self, name: str) -> None:
+        """A new branch that goes on from here, sharing every block, and make it active."""
+        if not name or name in self._branches:
+            raise ValueError(f"{name!r} is {'taken' if name else 'no name'}; expected a new branch name")
+        here = self.branch
+        copy = Branch(self._next_sequence, list(here.tokens), [dict(m) for m in here.messages], list(here.turns))
+        self.cache.copy_prefix(here.sequence, copy.sequence, len(here.tokens))
+        self._branches[name] = copy
+        self._next_sequence += 1
+        self.name = name
+
+    def switch(self, name: str) -> None:
+        """Make another branch active."""
+        if name not in self._branches:
+            raise ValueError(f"{name!r} is no branch; expected one of {', '.join(self._branches)}")
+        self.name = name
+
+    def _complete(self, wanted: list[int], max_tokens: int) -> Iterator[str]:
+        branch, begin = self.branch, time.perf_counter()
+        if len(wanted) >= self._capacity:
+            raise ValueError(f"the text has {len(wanted)} tokens; expected fewer than the capacity of {self._capacity}")
+        shared = min(_common_prefix(branch.tokens, wanted), len(wanted) - 1)
+        kept, note = self._rewind(branch, shared)
+        turn = self.last = Turn(kept, len(wanted) - kept, note=note)
+        branch.tokens = wanted[:kept]
+        token = self._prefill(branch, wanted[kept:])
+        turn.seconds_to_first = time.perf_counter() - begin
+        begin = time.perf_counter()
+        # A token that was generated is in the cache only once the next one has been computed from it.
+        stream = DecodeStream(ids=wanted[-8:], skip_special_tokens=True)
+        for _ in range(min(max_tokens, self._capacity - len(wanted))):
+            if token in self._stop_tokens:
+                break
+            turn.num_generated += 1
+            piece = stream.step(self._tokenizer.backend_tokenizer, token)
+            turn.seconds = time.perf_counter() - begin
+            if piece:
+                yield piece
+            if turn.num_generated < max_tokens:
+                token = self._prefill(branch, [token])
+
+    def _prefill(self, branch: Branch, tokens: Sequence[int]) -> int:
+        """Compute tokens at the end of the branch; the most likely token after them."""
+        for begin in range(0, len(tokens), CHUNK):
+            chunk = tokens[begin : begin + CHUNK]
+            is_last = begin + CHUNK >= len(tokens)
+            logits = self._runner.forward([Work(branch.sequence, len(branch.tokens), chunk, num_logits=int(is_last))])
+            branch.tokens.extend(chunk)
+        return int(logits[-1].argmax())
+
+    def _rewind(self, branch: Branch, position: int) -> tuple[int, str]:
+        """Cut the cache to `position`, or as far below as its members require; what is kept, and why no more."""
+        point = self.cache.resume_point(branch.sequence, position)
+        note = "" if point == position else f"{position - point} of the common prefix were forgotten"
+        try:
+            self.cache.remove(branch.sequence, point)
+        except NotSupported as error:
+            self.cache.remove(branch.sequence, 0)
+            return 0, str(error)
+        return point, note
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _stop_tokens(loaded: Loaded) -> frozenset[int]:
+    """Tokens that end an answer, by the generation config and the tokenizer."""
+    named = getattr(loaded.model.generation_config, "eos_token_id", None)
+    ids = [named] if isinstance(named, int) else list(named or ())
+    own = getattr(loaded.tokenizer, "eos_token_id", None)
+    return frozenset([*ids, own] if own is not None else ids)

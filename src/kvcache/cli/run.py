@@ -1,0 +1,137 @@
+"""`kvcache run`: complete prompts, or a conversation, in the terminal. What is cached is told after each turn."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+
+from rich.console import Console
+from rich.table import Table
+
+from kvcache.caches import HybridCache
+from kvcache.cli.conversation import Conversation, Turn
+from kvcache.errors import KVCacheError
+from kvcache.hf.layout import dtype_name, layout_of
+from kvcache.hf.loading import Loaded, load
+from kvcache.hf.runner import Runner
+from kvcache.kernels import KERNELS
+
+__all__ = ["run"]
+
+BLOCK_SIZE = 16
+MAX_BRANCHES = 4
+HELP = """/help          this
+/cache         tokens, blocks and bytes of each member of the cache
+/undo          take the last turn back
+/fork NAME     go on in a new branch that shares everything so far
+/switch NAME   go on in another branch
+/quit          leave (or Ctrl-D); Ctrl-C stops an answer"""
+
+
+def run(
+    model: str, *, prompts: list[str], max_tokens: int, kv_dtype: str | None, capacity: int, kernel: str | None
+) -> None:
+    """Complete each of `prompts` in turn on one cache and stop; without any, talk until end of input."""
+    if kernel is not None:
+        if kernel not in KERNELS:
+            raise ValueError(f"kernel is {kernel!r}; expected one of {', '.join(KERNELS)}")
+        os.environ["KVCACHE_KERNEL"] = kernel
+    loaded = load(model)
+    with _runner(loaded, kv_dtype, capacity, max_tokens) as runner:
+        conversation = Conversation(loaded, runner, capacity)
+        console = Console(stderr=True, highlight=False)
+        for prompt in prompts:
+            sys.stdout.write(prompt)
+            _answer(conversation, conversation.complete(prompt, max_tokens), console)
+        if not prompts:
+            _talk(conversation, max_tokens, console)
+
+
+def _runner(loaded: Loaded, kv_dtype: str | None, capacity: int, max_tokens: int) -> Runner:
+    layout = layout_of(loaded.model)
+    # Sliding members keep two turns more than their window, so that /undo need not recompute them.
+    windows = [getattr(span, "window", 0) for span in layout.spans]
+    memory = min(capacity, max(windows) + 2 * max_tokens) if any(windows) else None
+    memory = max(memory, *windows) if memory else None
+    cache = layout.build(BLOCK_SIZE, memory=memory, checkpoints=64)
+    dtype = kv_dtype or dtype_name(loaded.model.dtype)
+    cache.init("torch", dtype, max_sequences=MAX_BRANCHES, capacity=capacity, max_batch=min(512, capacity))
+    return Runner(loaded.model, cache)
+
+
+def _talk(conversation: Conversation, max_tokens: int, console: Console) -> None:
+    """Read lines and answer them until end of input."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  gives input() its editing keys
+    how = "chat template" if conversation.has_template else "plain continuation: the model completes the text so far"
+    console.print(f"{how}; /help for commands", style="dim")
+    while True:
+        try:
+            line = input(f"{conversation.name}> ")
+        except (EOFError, KeyboardInterrupt):
+            sys.stdout.write("\n")
+            return
+        if line.strip() == "/quit":
+            return
+        try:
+            if line.startswith("/"):
+                _command(conversation, line, console)
+            elif line.strip():
+                _answer(conversation, conversation.say(line, max_tokens), console)
+        except (ValueError, KVCacheError) as error:
+            console.print(str(error), style="red")
+
+
+def _command(conversation: Conversation, line: str, console: Console) -> None:
+    command, _, argument = line.strip().partition(" ")
+    match command:
+        case "/help":
+            console.print(HELP)
+        case "/cache":
+            console.print(_usage(conversation))
+        case "/undo":
+            console.print(f"took back {conversation.undo()} tokens", style="dim")
+        case "/fork":
+            conversation.fork(argument.strip())
+            console.print(f"on branch {conversation.name}", style="dim")
+        case "/switch":
+            conversation.switch(argument.strip())
+            console.print(f"on branch {conversation.name}", style="dim")
+        case _:
+            raise ValueError(f"{command} is no command; /help lists them")
+
+
+def _answer(conversation: Conversation, pieces: Iterator[str], console: Console) -> None:
+    """Print an answer as it comes, then what it cost. Ctrl-C ends the answer, not the conversation."""
+    try:
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if conversation.last:
+        console.print(_cost(conversation.last, conversation.cache.usage().num_bytes), style="dim")
+
+
+def _cost(turn: Turn, num_bytes: int) -> str:
+    line = (
+        f"[{turn.num_reused} tokens reused, {turn.num_computed} computed, first token after "
+        f"{turn.seconds_to_first * 1e3:.0f} ms, {turn.tokens_per_second:.1f} tokens/s, cache {num_bytes / 2**20:.1f} MiB]"
+    )
+    return (f"{line} {turn.note}" if turn.note else line).replace("[", r"\[")
+
+
+def _usage(conversation: Conversation) -> Table:
+    cache = conversation.cache
+    members = cache.members if isinstance(cache, HybridCache) else (cache,)
+    table = Table("member", "tokens", "blocks", "of", "MiB", title=f"branches: {', '.join(conversation.names)}")
+    for member in members:
+        used = member.usage()
+        name = str(getattr(member, "span", type(member).__name__))
+        held = used.num_blocks - used.num_free_blocks
+        table.add_row(name, f"{used.num_tokens}", f"{held}", f"{used.num_blocks}", f"{used.num_bytes / 2**20:.1f}")
+    return table
