@@ -1,0 +1,287 @@
+// Attention over paged storage: the division of the work, and its reunion.
+//
+// Work is cut twice. A *task* is one key/value head with some queries of one segment; its rows are those queries times
+// the query heads of the group, so that a tile is decoded once for all of them. The slots of a task are cut into
+// *chunks*, each with a softmax of its own, merged at the end (flash-decoding). A task of few rows is bound by memory;
+// its chunks lie on a fixed grid of slots, so that the result of a decoding sequence depends neither on its companions
+// nor on the number of threads. An *item* is a run of chunks of one task: threads take items from a common counter, and
+// who finishes the last item of a task merges it.
+//
+//   1 sequence of 2500 slots, 2 heads, decode:   task (head 0)  chunks [0,1024) [1024,2048) [2048,2500)
+//                                                task (head 1)  chunks [0,1024) [1024,2048) [2048,2500)
+//
+// Bytes moved: the rows of the visible slots, keys and values, once per task; all else stays in a core's caches.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "tile.h"
+
+namespace kv {
+
+constexpr int CHUNK = 1024;     // slots; a multiple of TILE
+constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
+constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
+
+struct Rows {  // queries or outputs; strides in elements, the values of a row adjacent
+  void* base;
+  int64_t row_stride, head_stride;
+  int format;  // F32, F16 or BF16
+};
+
+struct Problem {
+  Store keys, values;
+  Rows queries, output;
+  const Segment* segments;
+  int64_t num_segments;
+  const int32_t *begins, *ends;  // by row of the batch
+  int64_t block_size;
+  int heads, group;  // key/value heads; query heads of each
+  float scale, softcap;
+  const float* sinks;  // null: none
+};
+
+struct Task {
+  int segment, head;
+  int query_begin, query_end;                  // of the segment's rows
+  int64_t slot_begin, slot_end;                // what any of its queries sees
+  int64_t first_chunk, num_chunks, chunk_size; // chunk c holds the slots [c, c + 1) * chunk_size
+  int64_t partial_row;                         // where its partial results begin, if it has several chunks
+  int64_t cost;
+};
+
+struct Item {
+  int task;
+  int64_t chunk_begin, chunk_end, cost;
+};
+
+class Attention {
+ public:
+  explicit Attention(const Problem& problem)
+      : p(problem),
+        shape{make_reader(problem.keys, problem.queries.format, true),
+              make_reader(problem.values, problem.queries.format, false),
+              problem.keys.dim,
+              problem.values.dim,
+              problem.scale,
+              problem.softcap} {}
+
+  void run() {
+    const int threads = at::get_num_threads();
+    plan(threads);
+    std::atomic<int64_t> next{0};
+    at::parallel_for(0, std::min<int64_t>(threads, int64_t(items.size())), 1, [&](int64_t, int64_t) {
+      thread_local Scratch scratch;
+      for (int64_t i; (i = next.fetch_add(1)) < int64_t(items.size());) run_item(items[size_t(i)], scratch);
+    });
+  }
+
+ private:
+  const Problem& p;
+  const Shape shape;
+  std::vector<Task> tasks;
+  std::vector<Item> items;
+  std::unique_ptr<std::atomic<int64_t>[]> remaining;  // chunks of each task that are not done
+  std::unique_ptr<float[]> partial_output, partial_m, partial_l;
+
+  int rows_of(const Task& task) const { return (task.query_end - task.query_begin) * p.group; }
+
+  // --- the plan: O(queries + items) ---
+
+  void plan_segment(int index) {
+    const Segment& segment = p.segments[index];
+    const int queries_per_task = std::max(1, TASK_ROWS / p.group);
+    for (int64_t q = 0; q < segment.num_rows; q += queries_per_task) {
+      const int64_t end = std::min<int64_t>(q + queries_per_task, segment.num_rows);
+      int64_t lowest = std::numeric_limits<int32_t>::max(), highest = 0;
+      for (int64_t i = q; i < end; i++) {
+        lowest = std::min<int64_t>(lowest, p.begins[segment.rows[i]]);
+        highest = std::max<int64_t>(highest, p.ends[segment.rows[i]]);
+      }
+      Task task{index, 0, int(q), int(end), 0, segment.num_slots, 0, 1, 0, 0, 0};
+      if (segment.positions == nullptr) {
+        task.slot_begin = std::clamp<int64_t>(lowest - segment.first_position, 0, segment.num_slots);
+        task.slot_end = std::clamp<int64_t>(highest - segment.first_position, task.slot_begin, segment.num_slots);
+      }
+      task.cost = (task.slot_end - task.slot_begin + TILE) * (FEW_ROWS + rows_of(task));
+      for (task.head = 0; task.head < p.heads; task.head++) tasks.push_back(task);
+    }
+  }
+
+  void cut_into_chunks(Task& task, int64_t target, int64_t& partial_rows) {
+    const int64_t slots = task.slot_end - task.slot_begin;
+    task.chunk_size = CHUNK;
+    if (rows_of(task) > FEW_ROWS) {
+      const int64_t pieces = std::clamp<int64_t>(task.cost / target, 1, (slots + CHUNK - 1) / CHUNK + 1);
+      task.chunk_size = pieces == 1 ? std::max<int64_t>(task.slot_end, 1) : (slots + pieces - 1) / pieces;
+      task.chunk_size = (task.chunk_size + TILE - 1) / TILE * TILE;
+    }
+    task.first_chunk = task.slot_begin / task.chunk_size;
+    task.num_chunks = std::max<int64_t>((task.slot_end + task.chunk_size - 1) / task.chunk_size - task.first_chunk, 1);
+    if (task.num_chunks == 1) return;
+    task.partial_row = partial_rows;
+    partial_rows += task.num_chunks * rows_of(task);
+  }
+
+  void plan(int threads) {
+    for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s));
+    int64_t total = 0, partial_rows = 0;
+    for (const Task& task : tasks) total += task.cost;
+    const int64_t target = std::max<int64_t>(total / (threads * 8), 1);
+    remaining.reset(new std::atomic<int64_t>[tasks.size()]);
+    for (size_t t = 0; t < tasks.size(); t++) {
+      Task& task = tasks[t];
+      cut_into_chunks(task, target, partial_rows);
+      remaining[t] = task.num_chunks;
+      const int64_t pieces = std::clamp<int64_t>((task.cost + target - 1) / target, 1, task.num_chunks);
+      for (int64_t i = 0; i < pieces; i++)
+        items.push_back({int(t), task.first_chunk + task.num_chunks * i / pieces,
+                         task.first_chunk + task.num_chunks * (i + 1) / pieces, task.cost / pieces});
+    }
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    if (partial_rows == 0) return;
+    partial_output.reset(new float[size_t(partial_rows) * shape.values.width]);
+    partial_m.reset(new float[size_t(partial_rows)]);
+    partial_l.reset(new float[size_t(partial_rows)]);
+  }
+
+  // --- the work of one thread ---
+
+  void reserve(const Task& task, Scratch& s) const {
+    const size_t rows = size_t(rows_of(task));
+    s.queries.reserve(rows * shape.key_dim);
+    s.keys.reserve(size_t(TILE) * shape.key_dim);
+    s.values.reserve(size_t(TILE) * shape.values.width);
+    s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
+    s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
+    s.scores.reserve(rows * TILE);
+    if (shape.values.bf16) s.weights.reserve(rows * (TILE / 2) * (shape.values.scaled ? shape.value_dim / GROUP : 1));
+    s.output.reserve(rows * shape.values.width);
+    s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(rows);
+    s.begins.reserve(size_t(task.query_end - task.query_begin));
+    s.ends.reserve(size_t(task.query_end - task.query_begin));
+  }
+
+  void pack_queries(const Task& task, Scratch& s) const {
+    const Segment& segment = p.segments[task.segment];
+    const int dim = shape.key_dim;
+    const int* order = shape.keys.order.data();
+    float* to = s.queries.at;
+    uint16_t* to_bf16 = reinterpret_cast<uint16_t*>(s.queries.at);
+    for (int q = task.query_begin; q < task.query_end; q++) {
+      const int64_t row = segment.rows[q];
+      s.begins.at[q - task.query_begin] = std::max(p.begins[row], 0);  // an empty slot has position -1
+      s.ends.at[q - task.query_begin] = p.ends[row];
+      for (int g = 0; g < p.group; g++, to += dim, to_bf16 += dim) {
+        const int64_t at = row * p.queries.row_stride + (int64_t(task.head) * p.group + g) * p.queries.head_stride;
+        const float* f32 = static_cast<const float*>(p.queries.base) + at;
+        const uint16_t* half = static_cast<const uint16_t*>(p.queries.base) + at;
+        if (shape.keys.bf16)
+          for (int i = 0; i < dim; i++) to_bf16[i] = half[order[i]];
+        else if (p.queries.format == F32)
+          for (int i = 0; i < dim; i++) to[i] = f32[order[i]];
+        else if (p.queries.format == BF16)
+          for (int i = 0; i < dim; i++) to[i] = bf16_to_float(half[order[i]]);
+        else
+          for (int i = 0; i < dim; i++) to[i] = f16_to_float(half[order[i]]);
+      }
+    }
+    unite(s.begins.at, s.ends.at, task.query_end - task.query_begin, s.seen);
+  }
+
+  // Fills `tile` with the next slots at or after `slot` that some query sees; false when there are none before `end`.
+  bool next_tile(const Task& task, const Scratch& s, int64_t& slot, int64_t end, Tile& tile) const {
+    const Segment& segment = p.segments[task.segment];
+    for (; slot < end; slot += TILE) {
+      const int count = int(std::min<int64_t>(TILE, end - slot));
+      if (!place_tile(segment, s.seen, slot, count, tile)) continue;
+      find_rows(segment, p.keys, p.values, task.head, p.block_size, slot, count, tile);
+      slot += TILE;
+      return true;
+    }
+    return false;
+  }
+
+  void run_chunk(const Task& task, int64_t chunk, const Scratch& s) const {
+    const int rows = rows_of(task), queries = task.query_end - task.query_begin;
+    std::fill_n(s.output.at, size_t(rows) * shape.values.width, 0.0f);
+    std::fill_n(s.m.at, rows, NOTHING);
+    std::fill_n(s.l.at, rows, 0.0f);
+    int64_t slot = std::max(task.slot_begin, chunk * task.chunk_size);
+    const int64_t end = std::min(task.slot_end, (chunk + 1) * task.chunk_size);
+    Tile tile;
+    while (next_tile(task, s, slot, end, tile)) run_tile(shape, tile, queries, p.group, s);
+  }
+
+  void run_item(const Item& item, Scratch& s) {
+    const Task& task = tasks[size_t(item.task)];
+    reserve(task, s);
+    pack_queries(task, s);
+    for (int64_t c = item.chunk_begin; c < item.chunk_end; c++) {
+      run_chunk(task, c, s);
+      if (task.num_chunks == 1) return finish(task, s);
+      const int64_t rows = rows_of(task), row = task.partial_row + (c - task.first_chunk) * rows;
+      std::copy_n(s.output.at, rows * shape.values.width, partial_output.get() + row * shape.values.width);
+      std::copy_n(s.m.at, rows, partial_m.get() + row);
+      std::copy_n(s.l.at, rows, partial_l.get() + row);
+    }
+    const int64_t done = item.chunk_end - item.chunk_begin;
+    if (remaining[size_t(item.task)].fetch_sub(done, std::memory_order_acq_rel) != done) return;
+    merge(task, s);
+    finish(task, s);
+  }
+
+  // The chunks of a task, in their order, into the state in scratch.
+  void merge(const Task& task, const Scratch& s) const {
+    const int64_t rows = rows_of(task), width = shape.values.width;
+    for (int64_t r = 0; r < rows; r++) {
+      float m = NOTHING, l = 0.0f;
+      for (int64_t c = 0; c < task.num_chunks; c++) m = std::max(m, partial_m[size_t(task.partial_row + c * rows + r)]);
+      float* out = s.output.at + r * width;
+      std::fill_n(out, width, 0.0f);
+      for (int64_t c = 0; c < task.num_chunks; c++) {
+        const int64_t row = task.partial_row + c * rows + r;
+        if (partial_m[size_t(row)] == NOTHING) continue;
+        const float weight = exp2(splat(partial_m[size_t(row)] - m))[0];
+        const float* from = partial_output.get() + row * width;
+        for (int64_t i = 0; i < width; i++) out[i] += weight * from[i];
+        l += weight * partial_l[size_t(row)];
+      }
+      s.m.at[r] = m, s.l.at[r] = l;
+    }
+  }
+
+  // Divides, restores the order of the values, and writes.
+  void finish(const Task& task, const Scratch& s) const {
+    const Segment& segment = p.segments[task.segment];
+    const int dim = shape.value_dim, width = shape.values.width, rows = rows_of(task);
+    const int* order = shape.values.order.data();
+    float values[MAX_DIM + 1];
+    for (int r = 0; r < rows; r++) {
+      const int64_t head = int64_t(task.head) * p.group + r % p.group;
+      float l = s.l.at[r], factor = 1.0f;
+      if (p.sinks != nullptr) {
+        const float sink = p.sinks[head] * LOG2E, top = std::max(s.m.at[r], sink);
+        factor = exp2(splat(s.m.at[r] - top))[0];
+        l = l * factor + exp2(splat(sink - top))[0];
+      }
+      factor = l > 0.0f ? factor / l : 0.0f;
+      const float* from = s.output.at + size_t(r) * width;
+      for (int c = 0; c < width; c++) values[order[c] < 0 ? MAX_DIM : order[c]] = from[c] * factor;
+      const int64_t to = segment.rows[task.query_begin + r / p.group] * p.output.row_stride + head * p.output.head_stride;
+      float* f32 = static_cast<float*>(p.output.base) + to;
+      uint16_t* half = static_cast<uint16_t*>(p.output.base) + to;
+      if (p.output.format == F32)
+        std::copy_n(values, dim, f32);
+      else if (p.output.format == BF16)
+        for (int i = 0; i < dim; i++) half[i] = float_to_bf16(values[i]);
+      else
+        for (int i = 0; i < dim; i++) half[i] = float_to_f16(values[i]);
+    }
+  }
+};
+
+}  // namespace kv

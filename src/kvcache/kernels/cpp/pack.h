@@ -1,0 +1,300 @@
+// From stored rows to tiles that a matrix product reads: TILE slots at a time, decoded in registers on the way.
+//
+// A row is a string of 32-bit units. A unit holds 1 value (f32), 2 (16-bit formats), 4 (fp8, q8_0) or 8 (q4_0), and the
+// values of a unit come out in a fixed order; `key_order` and `value_order` say which value stands where, and only the
+// queries (once) and the finished output (once) ever need to know.
+//
+//   keys    [values][TILE] f32            lanes are slots: units of LANES rows are transposed, then expanded, so that
+//           [pairs][TILE] of 2 x bf16     a score needs no horizontal sum and group scales are a vector over slots
+//   values  [TILE][columns] f32           lanes are values of one row
+//           [TILE/2][columns] of 2 x bf16 lanes are values of two rows, as the bf16 product wants them
+//
+// The bf16 tiles hold q8_0's and q4_0's integers, exactly; the scales stand beside them as [groups][TILE] f32. The f32
+// tiles are multiplied out. Slots that nobody sees are given as rows of zeros: what lies in them is never read.
+// Packers take the first `slots` rows of a tile, a multiple of LANES; the rest of the tile is left as it was.
+#pragma once
+
+#include "vec.h"
+
+namespace kv {
+
+constexpr int TILE = 64;
+constexpr int GROUP = 32;  // values that share one scale in q8_0 and q4_0
+constexpr int MAX_DIM = 1024;
+
+enum Format { F32 = 0, F16 = 1, BF16 = 2, FP8 = 3, Q8 = 4, Q4 = 5 };
+
+constexpr int per_unit(int format) { return format == F32 ? 1 : format <= BF16 ? 2 : format <= Q8 ? 4 : 8; }
+constexpr bool is_quantised(int format) { return format >= Q8; }
+inline int row_bytes(int format, int dim) {
+  return dim / per_unit(format) * 4 + (is_quantised(format) ? dim / GROUP * 2 : 0);
+}
+inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
+
+// The value that comes out of `unit` at place `s` of per_unit(format).
+inline int value_of_unit(int format, int unit, int s) {
+  if (format != Q4) return unit * per_unit(format) + s;
+  const int group = unit / 4, byte = unit % 4 * 4 + s / 2;  // low half of byte j: value j; high half: value j + 16
+  return group * GROUP + byte + s % 2 * 16;
+}
+
+// --- scales -----------------------------------------------------------------------------------------------------------
+
+// out[group][TILE] f32 from the f16 scales that follow the quants at `offset` bytes of each row.
+inline void pack_scales(const uint8_t* const* rows, int slots, int offset, int groups, float* out) {
+  alignas(64) uint32_t halves[TILE];
+  for (int g = 0; g < groups; g += 2) {
+    const bool both = g + 1 < groups;
+    for (int j = 0; j < slots; j++) {
+      uint32_t word = 0;
+      if (both)
+        std::memcpy(&word, rows[j] + offset + 2 * g, 4);
+      else
+        std::memcpy(&word, rows[j] + offset + 2 * g, 2);
+      halves[j] = word;
+    }
+    for (int j = 0; j < slots; j += LANES) {
+      const vu word = load<vu>(halves + j);
+      store(out + g * TILE + j, from_f16(word & splat_u(0xffffu)));
+      if (both) store(out + (g + 1) * TILE + j, from_f16(word >> 16));
+    }
+  }
+}
+
+// --- f32 tiles --------------------------------------------------------------------------------------------------------
+
+template <int F>
+KV_INLINE vf expand_f32(vu x, int s) {
+  if constexpr (F == F32) return bits<vf>(x);
+  if constexpr (F == BF16) return bits<vf>(s == 0 ? x << 16 : x & splat_u(0xffff0000u));
+  if constexpr (F == F16) return from_f16(s == 0 ? x & splat_u(0xffffu) : x >> 16);
+  if constexpr (F == FP8) return from_fp8((x >> (8 * s)) & splat_u(0xffu));
+  if constexpr (F == Q8) return to_float((vi)(x << (24 - 8 * s)) >> 24);
+  if constexpr (F == Q4) return to_float((vi)((x >> (4 * s)) & splat_u(15u)) - 8);
+}
+
+template <int F>
+void pack_keys_f32(const uint8_t* const* rows, int slots, int dim, float* out, float* scales) {
+  constexpr int P = per_unit(F);
+  const int units = dim / P;
+  if constexpr (is_quantised(F)) pack_scales(rows, slots, units * 4, dim / GROUP, scales);
+  for (int k = 0; k < slots; k += LANES) {
+    for (int u0 = 0; u0 < units; u0 += LANES) {
+      const int n = units - u0 < LANES ? units - u0 : LANES;
+      vu t[LANES];
+#pragma GCC unroll 16
+      for (int i = 0; i < LANES; i++) t[i] = load_units(rows[k + i] + 4 * u0, n);
+      transpose(t);
+#pragma GCC unroll 16
+      for (int u = 0; u < LANES; u++) {
+        if (u >= n) break;
+        float* to = out + size_t(u0 + u) * P * TILE + k;
+#pragma GCC unroll 8
+        for (int s = 0; s < P; s++) {
+          vf value = expand_f32<F>(t[u], s);
+          if constexpr (is_quantised(F)) value *= load<vf>(scales + (u0 + u) / (GROUP / P) * TILE + k);
+          store(to + s * TILE, value);
+        }
+      }
+    }
+  }
+}
+
+template <int F>
+void pack_values_f32(const uint8_t* const* rows, int slots, int dim, float* out, float* scales) {
+  constexpr int P = per_unit(F);
+  const int units = dim / P, columns = round_up(units, LANES) * P;
+  if constexpr (is_quantised(F)) pack_scales(rows, slots, units * 4, dim / GROUP, scales);
+  for (int j = 0; j < slots; j++) {
+    float* to = out + size_t(j) * columns;
+    for (int u0 = 0; u0 < units; u0 += LANES, to += LANES * P) {
+      const vu x = load_units(rows[j] + 4 * u0, units - u0 < LANES ? units - u0 : LANES);
+      vf scale = splat(1.0f);
+      if constexpr (is_quantised(F)) {
+        constexpr int units_of_group = GROUP / P;
+        for (int i = 0; i < LANES; i++)
+          scale[i] = u0 + i < units ? scales[(u0 + i) / units_of_group * TILE + j] : 0.0f;
+      }
+#pragma GCC unroll 8
+      for (int s = 0; s < P; s++) {
+        const vf value = expand_f32<F>(x, s);
+        store(to + s * LANES, is_quantised(F) ? value * scale : value);
+      }
+    }
+  }
+}
+
+// --- bf16 tiles -------------------------------------------------------------------------------------------------------
+
+#if defined(KV_BF16)
+
+// bf16 patterns of all magnitudes 0..127 of a byte, high and low bytes apart: vpermi2b looks up 64 bytes at once.
+struct ByteTable {
+  alignas(64) uint8_t high[128], low[128];
+};
+
+inline ByteTable make_byte_table(int format) {
+  ByteTable table;
+  for (int i = 0; i < 128; i++) {
+    float value = float(i);
+    if (format == FP8) {
+      const int exponent = i >> 3, mantissa = i & 7;
+      value = exponent == 0 ? float(mantissa) / 512.0f : bits<float>(uint32_t((exponent + 120) << 23 | mantissa << 20));
+      if (i == 0x7f) value = bits<float>(0x7fc00000u);
+    }
+    const uint16_t pattern = float_to_bf16(value);  // exact: 8 significant bits hold all of them
+    table.high[i] = uint8_t(pattern >> 8), table.low[i] = uint8_t(pattern & 255);
+  }
+  return table;
+}
+inline const ByteTable FP8_TABLE = make_byte_table(FP8), Q8_TABLE = make_byte_table(Q8);
+
+// Lanes of two 16-bit words -> vectors of pairs (value of the low word, value of the high word), P/2 of them.
+template <int F>
+KV_INLINE void expand_pairs(__m512i x, __m512i* out) {
+  if constexpr (F == BF16) out[0] = x;
+  if constexpr (F == FP8 || F == Q8) {
+    const ByteTable& table = F == Q8 ? Q8_TABLE : FP8_TABLE;
+    // q8_0's -128 does not occur (the quantiser divides by 127), but a foreign one must not become +0: it reads as -127.
+    const __m512i magnitude = F == Q8 ? _mm512_min_epu8(_mm512_abs_epi8(x), _mm512_set1_epi8(127))
+                                      : _mm512_and_si512(x, _mm512_set1_epi8(127));
+    const __m512i h = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), magnitude,
+                                               _mm512_load_si512(table.high + 64));
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), magnitude,
+                                                 _mm512_load_si512(table.low + 64));
+    const __m512i high = _mm512_ternarylogic_epi32(h, x, _mm512_set1_epi8(char(0x80)), 0xf8);  // h | (x & sign)
+    const __m512i even = _mm512_set1_epi16(0x00ff);
+    // bytes 0 and 2 of each lane, then bytes 1 and 3: (mask & a) | (~mask & b)
+    out[0] = _mm512_ternarylogic_epi32(even, low, _mm512_slli_epi16(high, 8), 0xca);
+    out[1] = _mm512_ternarylogic_epi32(even, _mm512_srli_epi16(low, 8), high, 0xca);
+  }
+  if constexpr (F == Q4) {
+    // bf16 of 0..15 minus 8, twice: vpermw uses five bits of its index, and the fifth belongs to the neighbour.
+    alignas(64) static const uint16_t table[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i values = _mm512_load_si512(table);
+    out[0] = _mm512_permutexvar_epi16(x, values);
+    out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), values);
+    out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 8), values);
+    out[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 12), values);
+  }
+}
+
+template <int F>
+void pack_keys_bf16(const uint8_t* const* rows, int slots, int dim, uint32_t* out, float* scales) {
+  constexpr int P = per_unit(F) / 2;
+  const int units = dim / per_unit(F);
+  if constexpr (is_quantised(F)) pack_scales(rows, slots, units * 4, dim / GROUP, scales);
+  for (int k = 0; k < slots; k += 16) {
+    for (int u0 = 0; u0 < units; u0 += 16) {
+      const int n = units - u0 < 16 ? units - u0 : 16;
+      vu t[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) t[i] = load_units(rows[k + i] + 4 * u0, n);
+      transpose(t);
+#pragma GCC unroll 16
+      for (int u = 0; u < 16; u++) {
+        if (u >= n) break;
+        __m512i pairs[P];
+        expand_pairs<F>((__m512i)t[u], pairs);
+#pragma GCC unroll 4
+        for (int s = 0; s < P; s++) _mm512_store_si512(out + (size_t(u0 + u) * P + s) * TILE + k, pairs[s]);
+      }
+    }
+  }
+}
+
+// Words of two rows side by side: lane i = (word i of a, word i of b).
+KV_INLINE __m512i interleave_words(__m512i a, __m512i b) {
+  alignas(64) static const uint16_t index[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  return _mm512_permutex2var_epi16(a, _mm512_load_si512(index), b);
+}
+
+// q4_0: a group has only eight words; they stand twice, the second time shifted to the high halves of their bytes.
+KV_INLINE __m512i interleave_nibbles(__m512i a, __m512i b) {
+  alignas(64) static const uint16_t index[32] = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
+                                                 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39};
+  const __m512i words = _mm512_permutex2var_epi16(a, _mm512_load_si512(index), b);
+  return _mm512_mask_srli_epi16(words, 0xffff0000u, words, 4);
+}
+
+// Columns come in groups of 32, so that a group has one scale: two vectors of 16 lanes.
+template <int F>
+void pack_values_bf16(const uint8_t* const* rows, int slots, int dim, uint32_t* out, float* scales) {
+  const int columns = round_up(dim, GROUP);
+  if constexpr (is_quantised(F)) pack_scales(rows, slots, dim / per_unit(F) * 4, dim / GROUP, scales);
+  for (int j = 0; j < slots; j += 2) {
+    const uint8_t *a = rows[j], *b = rows[j + 1];
+    uint32_t* to = out + size_t(j / 2) * columns;
+    for (int d = 0; d < dim; d += GROUP, to += GROUP) {
+      __m512i pairs[4];
+      if constexpr (F == BF16) {
+        const int left = dim - d;
+        const __mmask16 mask = left >= 32 ? 0xffff : __mmask16((1u << (left / 2)) - 1u);
+        const __m512i x = _mm512_maskz_loadu_epi32(mask, a + 2 * d), y = _mm512_maskz_loadu_epi32(mask, b + 2 * d);
+        pairs[0] = _mm512_unpacklo_epi16(x, y), pairs[1] = _mm512_unpackhi_epi16(x, y);
+      } else if constexpr (F == Q4) {
+        const __m128i x = _mm_loadu_si128((const __m128i*)(a + d / 2)), y = _mm_loadu_si128((const __m128i*)(b + d / 2));
+        const __m512i words = interleave_nibbles(_mm512_castsi128_si512(x), _mm512_castsi128_si512(y));
+        __m512i all[4];
+        expand_pairs<F>(words, all);
+        pairs[0] = all[0], pairs[1] = all[2];
+      } else {
+        const int left = dim - d;
+        const __mmask8 mask = left >= 32 ? 0xff : __mmask8((1u << (left / 4)) - 1u);
+        const __m256i x = _mm256_maskz_loadu_epi32(mask, a + d), y = _mm256_maskz_loadu_epi32(mask, b + d);
+        expand_pairs<F>(interleave_words(_mm512_castsi256_si512(x), _mm512_castsi256_si512(y)), pairs);
+      }
+      _mm512_store_si512(to, pairs[0]);
+      _mm512_store_si512(to + 16, pairs[1]);
+    }
+  }
+}
+#endif
+
+// --- where a value stands in a packed tile ----------------------------------------------------------------------------
+
+// order[i]: the value (0..dim-1) at place i of the packed keys, dim places.
+inline void key_order(int format, bool bf16, int dim, int* order) {
+  const int P = per_unit(format);
+  for (int u = 0; u < dim / P; u++)
+    for (int s = 0; s < P; s++) {
+      int place = s;
+      if (bf16 && P > 2) {  // pairs: vector v holds the v-th value of the low word, then of the high word
+        const int half = P / 2;
+        place = s % half * 2 + s / half;
+      }
+      order[u * P + place] = value_of_unit(format, u, s);
+    }
+}
+
+inline int value_columns(int format, bool bf16, int dim) {
+  return bf16 ? round_up(dim, GROUP) : round_up(dim / per_unit(format), LANES) * per_unit(format);
+}
+
+// order[c]: the value in column c of the packed values, or -1 for padding.
+inline void value_order(int format, bool bf16, int dim, int* order) {
+  const int P = per_unit(format), columns = value_columns(format, bf16, dim);
+  for (int c = 0; c < columns; c++) {
+    int value;
+    if (!bf16) {
+      const int unit = c / (LANES * P) * LANES + c % LANES, s = c / LANES % P;
+      value = unit < dim / P ? value_of_unit(format, unit, s) : -1;
+    } else {
+      const int base = c / GROUP * GROUP, v = c % GROUP / 16, i = c % 16;
+      if (format == BF16)
+        value = base + i / 4 * 8 + v * 4 + i % 4;
+      else if (format == Q4)
+        value = base + i % 8 * 2 + v + i / 8 * 16;
+      else
+        value = base + 2 * i + v;
+      if (value >= dim) value = -1;
+    }
+    order[c] = value;
+  }
+}
+
+}  // namespace kv

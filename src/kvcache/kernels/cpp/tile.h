@@ -1,0 +1,302 @@
+// One tile of one task: find its rows, decode them, score, soften, mix. Everything here runs inside one thread.
+//
+// The state of a row is its running maximum `m` (in base 2), the sum `l` of its weights, and its output, not yet divided.
+// A slot that no query may see (outside the table, an empty slot) is read as a row of zeros, so that what lies in it, NaN
+// included, cannot reach a result; a slot that some other query of the task sees has a weight of exactly 0.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "gemm.h"
+
+namespace kv {
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+struct Store {  // keys or values of one layer; strides in bytes
+  const uint8_t* base;
+  int64_t block_stride, head_stride, row_stride;
+  int format, dim;
+};
+
+struct Segment {
+  const int32_t* table;
+  const int32_t* positions;  // padded to whole tiles with -1, or null: slot j holds first_position + j
+  const int32_t* bounds;     // lowest and highest position of each tile, when there are `positions`
+  const int32_t* rows;
+  int64_t num_slots, first_position, num_rows;
+};
+
+using PackF32 = void (*)(const uint8_t* const*, int, int, float*, float*);
+using PackPairs = void (*)(const uint8_t* const*, int, int, uint32_t*, float*);
+
+// How one side is read: by which product, in which order, with which packer.
+struct Reader {
+  bool bf16 = false, scaled = false;
+  PackF32 f32 = nullptr;
+  PackPairs pairs = nullptr;
+  int width = 0;  // places of a packed row
+  std::vector<int> order;
+
+  void pack(const uint8_t* const* rows, int slots, int dim, float* out, float* scales) const {
+    if (bf16)
+      pairs(rows, slots, dim, reinterpret_cast<uint32_t*>(out), scales);
+    else
+      f32(rows, slots, dim, out, scales);
+  }
+};
+
+template <int F>
+void set_packers(Reader& reader, bool is_key) {
+  reader.f32 = is_key ? pack_keys_f32<F> : pack_values_f32<F>;
+#if defined(KV_BF16)
+  if constexpr (F >= BF16) reader.pairs = is_key ? pack_keys_bf16<F> : pack_values_bf16<F>;
+#endif
+}
+
+// bf16 products are for bf16 queries only, and for formats that bf16 holds exactly: who asks in f32 gets f32.
+inline Reader make_reader(const Store& store, int query_format, bool is_key) {
+  Reader reader;
+#if defined(KV_BF16)
+  reader.bf16 = query_format == BF16 && store.format >= BF16;
+#endif
+  reader.scaled = reader.bf16 && is_quantised(store.format);
+  switch (store.format) {
+    case F32: set_packers<F32>(reader, is_key); break;
+    case F16: set_packers<F16>(reader, is_key); break;
+    case BF16: set_packers<BF16>(reader, is_key); break;
+    case FP8: set_packers<FP8>(reader, is_key); break;
+    case Q8: set_packers<Q8>(reader, is_key); break;
+    default: set_packers<Q4>(reader, is_key); break;
+  }
+  reader.width = is_key ? store.dim : value_columns(store.format, reader.bf16, store.dim);
+  reader.order.resize(size_t(reader.width));
+  if (is_key)
+    key_order(store.format, reader.bf16, store.dim, reader.order.data());
+  else
+    value_order(store.format, reader.bf16, store.dim, reader.order.data());
+  return reader;
+}
+
+struct Interval {  // positions [begin, end)
+  int32_t begin, end;
+};
+
+// The union of the intervals [begins, ends), as few and ascending intervals.
+inline void unite(const int32_t* begins, const int32_t* ends, int count, std::vector<Interval>& out) {
+  out.clear();
+  for (int i = 0; i < count; i++)
+    if (begins[i] < ends[i]) out.push_back({begins[i], ends[i]});
+  const auto earlier = [](const Interval& a, const Interval& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(out.begin(), out.end(), earlier)) std::sort(out.begin(), out.end(), earlier);
+  size_t kept = 0;
+  for (const Interval& next : out) {
+    if (kept > 0 && next.begin <= out[kept - 1].end)
+      out[kept - 1].end = std::max(out[kept - 1].end, next.end);
+    else
+      out[kept++] = next;
+  }
+  out.resize(kept);
+}
+
+// Whether some of the positions lowest..highest is seen. O(intervals), of which there is nearly always one.
+inline bool intersects(const std::vector<Interval>& seen, int32_t lowest, int32_t highest) {
+  for (const Interval& interval : seen)
+    if (interval.begin <= highest && interval.end > lowest) return true;
+  return false;
+}
+
+// Memory of one thread. It grows to what was needed and stays, so that its pages are touched once.
+template <class T>
+struct Buffer {
+  std::unique_ptr<uint8_t[]> memory;
+  size_t size = 0;
+  T* at = nullptr;
+
+  void reserve(size_t count) {
+    if (count <= size) return;
+    memory.reset(new uint8_t[count * sizeof(T) + 64]());
+    at = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+    size = count;
+  }
+};
+
+struct Scratch {
+  Buffer<float> queries, keys, values, key_scales, value_scales, scores, weights, output, m, l, correction;
+  Buffer<int32_t> begins, ends;  // of each query of the task
+  std::vector<Interval> seen;    // positions that some query of the task sees: disjoint, ascending
+};
+
+alignas(64) inline const uint8_t ZERO_ROW[MAX_DIM * 4 + 64] = {};
+
+struct Tile {
+  const uint8_t *keys[TILE], *values[TILE];
+  alignas(64) int32_t positions[TILE];  // -1: must not be seen
+  int32_t lowest, highest;              // positions of the tile
+  int slots;                            // rows to decode, a multiple of LANES
+  bool full;                            // every one of TILE slots holds a position
+};
+
+// The positions of the slots [begin, begin + count) of a segment, without the rows. False when nobody sees any of them.
+inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen, int64_t begin, int count, Tile& tile) {
+  const int32_t first = int32_t(segment.first_position + begin);
+  const int32_t* bounds = segment.positions == nullptr ? nullptr : segment.bounds + begin / TILE * 2;
+  tile.lowest = bounds == nullptr ? first : bounds[0];
+  tile.highest = bounds == nullptr ? first + count - 1 : bounds[1];
+  if (!intersects(seen, tile.lowest, tile.highest)) return false;
+  for (int j = 0; j < TILE; j++)
+    tile.positions[j] = j >= count ? -1 : bounds == nullptr ? first + j : segment.positions[begin + j];
+  tile.full = bounds == nullptr && count == TILE;
+  if (bounds == nullptr && seen[0].begin <= tile.lowest && seen[0].end > tile.highest) return true;
+  for (int j = 0; j < count; j++) {
+    const int32_t position = tile.positions[j];
+    if (position >= 0 && intersects(seen, position, position)) continue;
+    tile.positions[j] = -1;
+    tile.full = false;
+  }
+  return true;
+}
+
+// Where the rows of a placed tile lie. Slots without a position get rows of zeros.
+inline void find_rows(const Segment& segment, const Store& keys, const Store& values, int head, int64_t block_size,
+                      int64_t begin, int count, Tile& tile) {
+  for (int j = 0; j < count;) {
+    const int64_t slot = begin + j, block = segment.table[slot / block_size], offset = slot % block_size;
+    const int run = int(std::min<int64_t>(block_size - offset, count - j));
+    const uint8_t* k = keys.base + block * keys.block_stride + head * keys.head_stride + offset * keys.row_stride;
+    const uint8_t* v = values.base + block * values.block_stride + head * values.head_stride + offset * values.row_stride;
+    for (int i = 0; i < run; i++) tile.keys[j + i] = k + i * keys.row_stride;
+    for (int i = 0; i < run; i++) tile.values[j + i] = v + i * values.row_stride;
+    j += run;
+  }
+  tile.slots = round_up(count, LANES);
+  if (tile.full) return;
+  for (int j = 0; j < tile.slots; j++)
+    if (tile.positions[j] < 0) tile.keys[j] = tile.values[j] = ZERO_ROW;
+}
+
+// What all tiles of a call share.
+struct Shape {
+  Reader keys, values;
+  int key_dim, value_dim;
+  float scale, softcap;  // softcap 0: none
+};
+
+// scores[r] = q[r] . keys for the rows [begin, end).
+inline void score(const Shape& shape, const Scratch& s, int begin, int end) {
+  const int dim = shape.key_dim;
+  for_row_blocks(begin, end, [&](int row, auto rows) {
+    constexpr int MR = decltype(rows)::value;
+    float* out = s.scores.at + size_t(row) * TILE;
+#if defined(KV_BF16)
+    if (shape.keys.bf16) {
+      const uint32_t* q = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(row) * (dim / 2);
+      const uint32_t* keys = reinterpret_cast<const uint32_t*>(s.keys.at);
+      if (shape.keys.scaled)
+        scores_bf16<MR, true>(q, keys, s.key_scales.at, out, dim / 2);
+      else
+        scores_bf16<MR, false>(q, keys, nullptr, out, dim / 2);
+      return;
+    }
+#endif
+    scores_f32<MR>(s.queries.at + size_t(row) * dim, s.keys.at, out, dim);
+  });
+}
+
+// output[r] = output[r] * correction[r] + weights[r] . values for the rows [begin, end) of `num_rows`.
+inline void mix(const Shape& shape, const Scratch& s, int begin, int end, int num_rows, int slots) {
+  const int columns = shape.values.width;
+  for_row_blocks(begin, end, [&](int row, auto rows) {
+    constexpr int MR = decltype(rows)::value;
+    float* out = s.output.at + size_t(row) * columns;
+#if defined(KV_BF16)
+    if (shape.values.bf16) {
+      const uint32_t* weights = reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(row) * (TILE / 2);
+      const size_t stride = shape.values.scaled ? size_t(num_rows) * (TILE / 2) : 0;
+      mix_bf16<MR>(weights, stride, reinterpret_cast<const uint32_t*>(s.values.at), out, s.correction.at + row, columns,
+                   slots / 2);
+      return;
+    }
+#endif
+    mix_f32<MR>(s.scores.at + size_t(row) * TILE, s.values.at, out, s.correction.at + row, columns, slots);
+  });
+}
+
+// Scores of one row become weights in place; the row's state moves on, and its correction factor is set.
+inline void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, float* scores, float& m, float& l,
+                   float& correction) {
+  const int vectors = tile.slots / LANES;
+  vf s[TILE / LANES];
+  vf highest = splat(NOTHING);
+  const bool all = tile.full && begin <= tile.lowest && end > tile.highest;
+  const float factor = shape.softcap == 0.0f ? shape.scale * LOG2E : shape.scale / shape.softcap;
+  for (int v = 0; v < vectors; v++) {
+    s[v] = load<vf>(scores + v * LANES) * splat(factor);
+    if (shape.softcap != 0.0f) s[v] = tanh(s[v]) * splat(shape.softcap * LOG2E);
+    if (!all) {
+      const vi position = load<vi>(tile.positions + v * LANES);
+      s[v] = (position >= begin) & (position < end) ? s[v] : splat(NOTHING);
+    }
+    highest = maximum(highest, s[v]);
+  }
+  const float top = std::max(m, maximum_of(highest));
+  if (top == NOTHING) {  // nothing seen yet: weights of zero
+    for (int v = 0; v < vectors; v++) store(scores + v * LANES, splat(0.0f));
+    correction = 1.0f;
+    return;
+  }
+  vf total = splat(0.0f);
+  for (int v = 0; v < vectors; v++) {
+    const vf weight = exp2(s[v] - splat(top));
+    total += weight;
+    store(scores + v * LANES, weight);
+  }
+  correction = m == top ? 1.0f : exp2(splat(m - top))[0];
+  l = l * correction + sum(total);
+  m = top;
+}
+
+// bf16 pairs of a row's weights, times the scales of each group of columns where values have scales.
+inline void weigh(const Shape& shape, const Scratch& s, int row, int num_rows, int slots) {
+#if defined(KV_BF16)
+  const float* from = s.scores.at + size_t(row) * TILE;
+  const int groups = shape.values.scaled ? shape.value_dim / GROUP : 1;
+  for (int g = 0; g < groups; g++) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(s.weights.at) + (size_t(g) * num_rows + row) * (TILE / 2);
+    for (int j = 0; j < slots; j += 32) {
+      __m512 a = _mm512_load_ps(from + j), b = _mm512_load_ps(from + j + 16);
+      if (shape.values.scaled) {
+        a = _mm512_mul_ps(a, _mm512_load_ps(s.value_scales.at + g * TILE + j));
+        b = _mm512_mul_ps(b, _mm512_load_ps(s.value_scales.at + g * TILE + j + 16));
+      }
+      _mm512_store_si512(to + j / 2, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    }
+  }
+#endif
+}
+
+// The whole of one tile for the rows of a task that see some of it: `queries` queries of `group` rows each.
+inline void run_tile(const Shape& shape, const Tile& tile, int queries, int group, const Scratch& s) {
+  int first = 0, last = queries;
+  while (first < last && (s.ends.at[first] <= tile.lowest || s.begins.at[first] > tile.highest)) first++;
+  while (last > first && (s.ends.at[last - 1] <= tile.lowest || s.begins.at[last - 1] > tile.highest)) last--;
+  if (first == last) return;
+  const int begin = first * group, end = last * group, rows = queries * group;
+  shape.keys.pack(tile.keys, tile.slots, shape.key_dim, s.keys.at, s.key_scales.at);
+  score(shape, s, begin, end);
+  shape.values.pack(tile.values, tile.slots, shape.value_dim, s.values.at, s.value_scales.at);
+  for (int r = begin; r < end; r++) {
+    const int q = r / group;
+    soften(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, s.m.at[r], s.l.at[r],
+           s.correction.at[r]);
+    if (shape.values.bf16) weigh(shape, s, r, rows, tile.slots);
+  }
+  mix(shape, s, begin, end, rows, tile.slots);
+}
+
+}  // namespace kv

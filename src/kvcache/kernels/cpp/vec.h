@@ -1,0 +1,258 @@
+// Vectors of LANES floats, and what every other header needs of them.
+//
+// One source serves three instruction sets, chosen when it is compiled:
+//
+//   | macro of the compiler           | LANES | isa       | what is special                                       |
+//   |---------------------------------|-------|-----------|-------------------------------------------------------|
+//   | AVX512F BW DQ VL                | 16    | avx512    | transposes, f16; with BF16 and VBMI also bf16 products |
+//   | AVX2 FMA F16C                   | 8     | avx2      | transposes, f16                                       |
+//   | otherwise, or KVCACHE_PORTABLE  | 8     | scalar    | nothing: GCC's and Clang's vector types, any machine  |
+//
+// Arithmetic is written with the compilers' vector types, so that it exists once; intrinsics stand only where the
+// vector types have no word for an instruction.
+#pragma once
+
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if !defined(KVCACHE_PORTABLE) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VL__)
+#define KV_AVX512 1
+#define KV_LANES 16
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define KV_BF16 1
+#endif
+#elif !defined(KVCACHE_PORTABLE) && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define KV_AVX2 1
+#define KV_LANES 8
+#else
+#define KV_LANES 8
+#endif
+
+#if defined(KV_AVX512) || defined(KV_AVX2)
+#include <immintrin.h>
+#endif
+
+#define KV_INLINE inline __attribute__((always_inline))
+
+namespace kv {
+
+constexpr int LANES = KV_LANES;
+
+typedef float vf __attribute__((vector_size(4 * KV_LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * KV_LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * KV_LANES)));
+
+template <class V, class T>
+KV_INLINE V load(const T* from) {
+  V v;
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+template <class T, class V>
+KV_INLINE void store(T* to, V v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+
+template <class To, class From>
+KV_INLINE To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+KV_INLINE vf splat(float x) {
+#if defined(KV_AVX512)
+  return (vf)_mm512_set1_ps(x);
+#elif defined(KV_AVX2)
+  return (vf)_mm256_set1_ps(x);
+#else
+  vf v;
+  for (int i = 0; i < LANES; i++) v[i] = x;
+  return v;
+#endif
+}
+
+KV_INLINE vu splat_u(uint32_t x) { return bits<vu>(splat(bits<float>(x))); }
+
+KV_INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }
+KV_INLINE vf minimum(vf a, vf b) { return a < b ? a : b; }
+
+KV_INLINE float sum(vf v) {
+#if defined(KV_AVX512)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float half[LANES / 2];
+  for (int i = 0; i < LANES / 2; i++) half[i] = v[i] + v[i + LANES / 2];
+  return (half[0] + half[2]) + (half[1] + half[3]);
+#endif
+}
+
+KV_INLINE float maximum_of(vf v) {
+#if defined(KV_AVX512)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float best = v[0];
+  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+  return best;
+#endif
+}
+
+KV_INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
+
+// 2^x, relative error 1e-7 or so; exactly 0 below 2^-126, so that a masked score (-inf) adds nothing. x <= 127.
+// Cephes' exp2f scheme: split into integer and fraction in [-0.5, 0.5], minimax polynomial of the fraction.
+KV_INLINE vf exp2(vf x) {
+  const vf low = splat(-126.0f);
+  const vf clamped = maximum(x, low);
+#if defined(KV_AVX512)
+  const vf whole = (vf)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+  const vf biased = clamped + magic;
+  const vf whole = biased - magic;
+#endif
+  const vf f = clamped - whole;
+  vf p = splat(1.535336188319500e-4f);
+  p = p * f + splat(1.339887440266574e-3f);
+  p = p * f + splat(9.618437357674640e-3f);
+  p = p * f + splat(5.550332471162809e-2f);
+  p = p * f + splat(2.402264791363012e-1f);
+  p = p * f + splat(6.931472028550421e-1f);
+  p = p * f + splat(1.0f);
+#if defined(KV_AVX512)
+  const vf scaled = (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
+  return (vf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ), (__m512)scaled);
+#else
+  const vi exponent = (bits<vi>(biased) - bits<vi>(magic)) << 23;
+  const vf scaled = bits<vf>(bits<vi>(p) + exponent);
+  return bits<vf>(bits<vi>(scaled) & (vi)(x >= low));
+#endif
+}
+
+// tanh: Cephes' tanhf (odd polynomial below 0.625, through the exponential above).
+KV_INLINE vf tanh(vf x) {
+  const vf size = maximum(x, -x), square = x * x;
+  vf p = splat(-5.70498872745e-3f);
+  p = p * square + splat(2.06390887954e-2f);
+  p = p * square + splat(-5.37397155531e-2f);
+  p = p * square + splat(1.33314422036e-1f);
+  p = p * square + splat(-3.33332819422e-1f);
+  const vf small = p * square * x + x;
+  const vf e = exp2(minimum(size, splat(10.0f)) * splat(2.885390081777927f));  // e^(2|x|); tanh(10) is 1 in f32
+  const vf large = splat(1.0f) - splat(2.0f) / (e + splat(1.0f));
+  const vf signed_large = bits<vf>(bits<vu>(large) | (bits<vu>(x) & splat_u(0x80000000u)));
+  return size < splat(0.625f) ? small : signed_large;
+}
+
+// f32 of f16 bit patterns that stand in the low halves of the lanes (the high halves are zero).
+KV_INLINE vf from_f16(vu x) {
+#if defined(KV_AVX512)
+  return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)x));
+#elif defined(KV_AVX2)
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)x), 0x08);
+  return (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+#else
+  const vu magnitude = (x & 0x7fffu) << 13, exponent = magnitude & 0x0f800000u;
+  const vu normal = magnitude + (112u << 23);
+  const vf subnormal = bits<vf>(normal + (1u << 23)) - bits<vf>(splat_u(113u << 23));
+  vu result = exponent == 0u ? bits<vu>(subnormal) : normal;
+  result = exponent == 0x0f800000u ? normal + (112u << 23) : result;
+  return bits<vf>(result | ((x & 0x8000u) << 16));
+#endif
+}
+
+// f32 of fp8 e4m3 (fn: no infinities, 0x7f is NaN) bit patterns in the low bytes of the lanes. Exact, and free of
+// subnormal f32 on the way, so that flushing them to zero changes nothing.
+KV_INLINE vf from_fp8(vu x) {
+  const vu magnitude = x & 0x7fu, shifted = magnitude << 20;
+  const vu normal = shifted + (120u << 23);
+  const vf subnormal = bits<vf>(normal + (1u << 23)) - bits<vf>(splat_u(121u << 23));
+  vu result = magnitude < 8u ? bits<vu>(subnormal) : normal;
+  result = magnitude == 0x7fu ? splat_u(0x7fc00000u) : result;
+  return bits<vf>(result | ((x & 0x80u) << 24));
+}
+
+// Loads the first `n` of LANES 32-bit units, the rest zero; nothing beyond unit n is touched.
+KV_INLINE vu load_units(const uint8_t* from, int n) {
+#if defined(KV_AVX512)
+  return (vu)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1u), from);
+#else
+  vu v = {};
+  std::memcpy(&v, from, size_t(4 * n));
+  return v;
+#endif
+}
+
+// out[i][j] = in[j][i] for LANES x LANES 32-bit units, in registers.
+KV_INLINE void transpose(vu* t) {
+#if defined(KV_AVX512)
+  __m512i a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32((__m512i)t[i], (__m512i)t[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)t[i], (__m512i)t[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const __m512i p = _mm512_shuffle_i32x4(b[c], b[c + 4], 0x88), q = _mm512_shuffle_i32x4(b[c], b[c + 4], 0xdd);
+    const __m512i r = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0x88);
+    const __m512i s = _mm512_shuffle_i32x4(b[c + 8], b[c + 12], 0xdd);
+    t[c] = (vu)_mm512_shuffle_i32x4(p, r, 0x88);
+    t[c + 8] = (vu)_mm512_shuffle_i32x4(p, r, 0xdd);
+    t[c + 4] = (vu)_mm512_shuffle_i32x4(q, s, 0x88);
+    t[c + 12] = (vu)_mm512_shuffle_i32x4(q, s, 0xdd);
+  }
+#elif defined(KV_AVX2)
+  __m256i a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_epi32((__m256i)t[i], (__m256i)t[i + 1]);
+    a[i + 1] = _mm256_unpackhi_epi32((__m256i)t[i], (__m256i)t[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    t[c] = (vu)_mm256_permute2x128_si256(b[c], b[c + 4], 0x20);
+    t[c + 4] = (vu)_mm256_permute2x128_si256(b[c], b[c + 4], 0x31);
+  }
+#else
+  vu a[LANES];
+  for (int i = 0; i < LANES; i++)
+    for (int j = 0; j < LANES; j++) a[i][j] = t[j][i];
+  for (int i = 0; i < LANES; i++) t[i] = a[i];
+#endif
+}
+
+// --- scalars ----------------------------------------------------------------------------------------------------------
+
+KV_INLINE float bf16_to_float(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
+
+// Round to nearest even; NaN stays NaN.
+KV_INLINE uint16_t float_to_bf16(float x) {
+  const uint32_t u = bits<uint32_t>(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return uint16_t((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
+}
+
+KV_INLINE float f16_to_float(uint16_t x) { return c10::detail::fp16_ieee_to_fp32_value(x); }
+KV_INLINE uint16_t float_to_f16(float x) { return c10::detail::fp16_ieee_from_fp32_value(x); }
+
+}  // namespace kv
