@@ -222,6 +222,8 @@ class CausalCache(Cache):
         if begin == 0 and end is None:
             return lambda: self._free(sequence)
         removal = self._tables.plan_removal(sequence, begin, end, can_shift=self._shift is not None)
+        if removal is None and not drop_appended:
+            return lambda: None
         shifted = self._shifted_keys(removal) if removal and len(removal.later) else {}
 
         def effect() -> None:

@@ -55,9 +55,10 @@ class CausalSequenceView(SequenceView):
         table = self._table
         begin = table.appended.get(layer, 0) if table else 0
         missing = begin + num_tokens - (len(table.pending) if table else 0)
-        self._cache.end_forward()
         if missing > 0:
-            applied = tables.apply(tables.plan({self._sequence: range(missing)}, pending=True))
+            plan = tables.plan({self._sequence: range(missing)}, pending=True)
+            self._cache.end_forward()
+            applied = tables.apply(plan)
             storage.copy_blocks(applied.sources, applied.targets)
             table = tables.sequences[self._sequence]
         assert table is not None  # it has pending slots now

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
 from tokenizers.decoders import DecodeStream
@@ -32,12 +32,18 @@ CHUNK = 512
 
 @dataclass(slots=True)
 class Branch:
-    """One line of the conversation: its sequence in the cache, its tokens, what was said, and where each turn began."""
+    """One line of the conversation.
+
+    sequence: its number in the cache. said: the tokens of the whole text. cached: those computed so far; the last
+    token of an answer is said, and computed only when something follows it. messages: the same text as a chat. turns:
+    how many tokens and messages there were before each turn.
+    """
 
     sequence: int
-    tokens: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
     messages: list[dict[str, str]] = field(default_factory=list)
-    turns: list[tuple[int, int]] = field(default_factory=list)  # tokens and messages before the turn
+    turns: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -95,15 +101,15 @@ class Conversation:
     def say(self, text: str, max_tokens: int) -> Iterator[str]:
         """Add `text` to the active branch and yield the answer as it comes; `last` tells the cost afterwards."""
         branch = self.branch
-        branch.turns.append((len(branch.tokens), len(branch.messages)))
+        branch.turns.append((len(branch.said), len(branch.messages)))
         if self.has_template:
             branch.messages.append({"role": "user", "content": text})
-            wanted = self._tokenizer.apply_chat_template(
-                branch.messages, add_generation_prompt=True, return_dict=True
-            )["input_ids"]
+            wanted = self._tokenizer.apply_chat_template(branch.messages, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
         else:
-            added = self._tokenizer(text, add_special_tokens=not branch.tokens)["input_ids"]
-            wanted = [*branch.tokens, *added]
+            added = self._tokenizer(text, add_special_tokens=not branch.said)["input_ids"]
+            wanted = [*branch.said, *added]
         answer = []
         for piece in self._complete(list(wanted), max_tokens):
             answer.append(piece)
@@ -123,9 +129,11 @@ class Conversation:
         if not branch.turns:
             raise ValueError("nothing to undo; no turn was taken on this branch")
         begin, num_messages = branch.turns.pop()
-        removed = len(branch.tokens) - begin
-        self._rewind(branch, begin)
-        del branch.tokens[begin:], branch.messages[num_messages:]
+        removed = len(branch.said) - begin
+        if begin < len(branch.cached):
+            kept, _ = self._rewind(branch, begin)
+            del branch.cached[kept:]
+        del branch.said[begin:], branch.messages[num_messages:]
         return removed
 
     def fork(self, name: str) -> None:
@@ -133,8 +141,15 @@ class Conversation:
         if not name or name in self._branches:
             raise ValueError(f"{name!r} is {'taken' if name else 'no name'}; expected a new branch name")
         here = self.branch
-        copy = Branch(self._next_sequence, list(here.tokens), [dict(m) for m in here.messages], list(here.turns))
-        self.cache.copy_prefix(here.sequence, copy.sequence, len(here.tokens))
+        copy = replace(
+            here,
+            sequence=self._next_sequence,
+            said=[*here.said],
+            cached=[*here.cached],
+            messages=[*here.messages],
+            turns=[*here.turns],
+        )
+        self.cache.copy_prefix(here.sequence, copy.sequence, len(here.cached))
         self._branches[name] = copy
         self._next_sequence += 1
         self.name = name
@@ -149,24 +164,23 @@ class Conversation:
         branch, begin = self.branch, time.perf_counter()
         if len(wanted) >= self._capacity:
             raise ValueError(f"the text has {len(wanted)} tokens; expected fewer than the capacity of {self._capacity}")
-        shared = min(_common_prefix(branch.tokens, wanted), len(wanted) - 1)
+        shared = min(_common_prefix(branch.cached, wanted), len(wanted) - 1)
         kept, note = self._rewind(branch, shared)
         turn = self.last = Turn(kept, len(wanted) - kept, note=note)
-        branch.tokens = wanted[:kept]
+        branch.said, branch.cached = wanted, wanted[:kept]
         token = self._prefill(branch, wanted[kept:])
         turn.seconds_to_first = time.perf_counter() - begin
         begin = time.perf_counter()
-        # A token that was generated is in the cache only once the next one has been computed from it.
         stream = DecodeStream(ids=wanted[-8:], skip_special_tokens=True)
-        for _ in range(min(max_tokens, self._capacity - len(wanted))):
-            if token in self._stop_tokens:
-                break
+        room = min(max_tokens, self._capacity - len(wanted))
+        while turn.num_generated < room and token not in self._stop_tokens:
             turn.num_generated += 1
+            branch.said.append(token)
             piece = stream.step(self._tokenizer.backend_tokenizer, token)
             turn.seconds = time.perf_counter() - begin
             if piece:
                 yield piece
-            if turn.num_generated < max_tokens:
+            if turn.num_generated < room:
                 token = self._prefill(branch, [token])
 
     def _prefill(self, branch: Branch, tokens: Sequence[int]) -> int:
@@ -174,8 +188,8 @@ class Conversation:
         for begin in range(0, len(tokens), CHUNK):
             chunk = tokens[begin : begin + CHUNK]
             is_last = begin + CHUNK >= len(tokens)
-            logits = self._runner.forward([Work(branch.sequence, len(branch.tokens), chunk, num_logits=int(is_last))])
-            branch.tokens.extend(chunk)
+            logits = self._runner.forward([Work(branch.sequence, len(branch.cached), chunk, num_logits=int(is_last))])
+            branch.cached.extend(chunk)
         return int(logits[-1].argmax())
 
     def _rewind(self, branch: Branch, position: int) -> tuple[int, str]:

@@ -11,17 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from kvcache.caches import HybridCache
-from kvcache.cli.conversation import Conversation, Turn
+from kvcache.cli.conversation import CHUNK, Conversation, Turn
 from kvcache.errors import KVCacheError
-from kvcache.hf.layout import dtype_name, layout_of
+from kvcache.hf.layout import layout_of
 from kvcache.hf.loading import Loaded, load
 from kvcache.hf.runner import Runner
 from kvcache.kernels import KERNELS
+from kvcache.spans import Sliding
 
 __all__ = ["run"]
 
-BLOCK_SIZE = 16
 MAX_BRANCHES = 4
+CHECKPOINT_INTERVAL = 64
+"""Tokens between the states that recurrent layers keep for rewinding."""
 HELP = """/help          this
 /cache         tokens, blocks and bytes of each member of the cache
 /undo          take the last turn back
@@ -50,15 +52,17 @@ def run(
 
 
 def _runner(loaded: Loaded, kv_dtype: str | None, capacity: int, max_tokens: int) -> Runner:
-    layout = layout_of(loaded.model)
     # Sliding members keep two turns more than their window, so that /undo need not recompute them.
-    windows = [getattr(span, "window", 0) for span in layout.spans]
-    memory = min(capacity, max(windows) + 2 * max_tokens) if any(windows) else None
-    memory = max(memory, *windows) if memory else None
-    cache = layout.build(BLOCK_SIZE, memory=memory, checkpoints=64)
-    dtype = kv_dtype or dtype_name(loaded.model.dtype)
-    cache.init("torch", dtype, max_sequences=MAX_BRANCHES, capacity=capacity, max_batch=min(512, capacity))
-    return Runner(loaded.model, cache)
+    windows = [span.window for span in layout_of(loaded.model).spans if isinstance(span, Sliding)]
+    return Runner(
+        loaded.model,
+        capacity=capacity,
+        dtype=kv_dtype or "auto",
+        max_sequences=MAX_BRANCHES,
+        max_batch=min(CHUNK, capacity),
+        memory=max(windows) + 2 * max_tokens if windows else None,
+        checkpoints=CHECKPOINT_INTERVAL,
+    )
 
 
 def _talk(conversation: Conversation, max_tokens: int, console: Console) -> None:
@@ -114,15 +118,17 @@ def _answer(conversation: Conversation, pieces: Iterator[str], console: Console)
     sys.stdout.write("\n")
     sys.stdout.flush()
     if conversation.last:
-        console.print(_cost(conversation.last, conversation.cache.usage().num_bytes), style="dim")
+        cost = _cost(conversation.last, conversation.cache.usage().num_bytes)
+        console.print(cost, style="dim", soft_wrap=True, markup=False)
 
 
 def _cost(turn: Turn, num_bytes: int) -> str:
     line = (
         f"[{turn.num_reused} tokens reused, {turn.num_computed} computed, first token after "
-        f"{turn.seconds_to_first * 1e3:.0f} ms, {turn.tokens_per_second:.1f} tokens/s, cache {num_bytes / 2**20:.1f} MiB]"
+        f"{turn.seconds_to_first * 1e3:.0f} ms, {turn.tokens_per_second:.1f} tokens/s, "
+        f"cache {num_bytes / 2**20:.1f} MiB]"
     )
-    return (f"{line} {turn.note}" if turn.note else line).replace("[", r"\[")
+    return f"{line} {turn.note}" if turn.note else line
 
 
 def _usage(conversation: Conversation) -> Table:
