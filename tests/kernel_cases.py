@@ -1,8 +1,8 @@
 """Random paged layouts for kernels, and what attention over them must give.
 
 A `World` is a pool of blocks in which several segments were given blocks in random order, with their raw keys and
-values in NumPy; `stored` encodes it for a backend. Whatever no query sees (free blocks, empty slots, slots past the end) is
-poisoned with NaN, or with the bytes that decode to it, so a kernel that lets it near a product shows it.
+values in NumPy; `stored` encodes it for a backend. Whatever no query sees (free blocks, empty slots, slots past the
+end) is poisoned with NaN, or with the bytes that decode to it, so a kernel that lets it near a product shows it.
 
 `naive` is attention as a table of all scores with what is not visible masked away: another way than the reference's.
 """

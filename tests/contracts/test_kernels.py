@@ -75,6 +75,7 @@ BATCHES: dict[str, list[Sequence]] = {
     "a prompt's second chunk": [prefill(50, 20)],
     "prefill and decode": [decode(21), prefill(18), prefill(45, 7), decode(5), decode(21)],
     "sliding": [decode(40, window=8), prefill(60, 30, window=8), prefill(20, window=3)],
+    "decodes, equal windows": [decode(n, window=8) for n in (33, 30, 29, 37)],
     "sliding, begun late": [decode(20, first_position=100, window=12), prefill(30, 9, first_position=64, window=7)],
     "chunked": [prefill(40, 30, chunk=16), decode(35, chunk=16), decode(33, chunk=16)],
     "not causal": [prefill(30, 12, is_causal=False), decode(9), Sequence(20, (3, 4, 11), is_causal=False, window=5)],

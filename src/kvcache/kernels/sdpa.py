@@ -52,6 +52,8 @@ class SdpaKernel(Kernel):
 
     def refusal(self, queries: Array, keys: Stored, values: Stored) -> str | None:
         """Refuses arrays that are not torch tensors."""
+        if isinstance(queries, Tensor) and isinstance(keys.array, Tensor) and isinstance(values.array, Tensor):
+            return None
         for what, array in (("queries", queries), ("keys", keys.array), ("values", values.array)):
             if not isinstance(array, Tensor):
                 return f"it reads torch tensors and the {what} are {type(array).__module__}.{type(array).__name__}"
