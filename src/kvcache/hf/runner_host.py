@@ -198,7 +198,7 @@ class _LayerFace:
 
     @property
     def is_initialized(self) -> bool:
-        return self._owner.step.has_media
+        return self._owner.step.has_media and self._owner.is_cross(self._layer)
 
     @property
     def keys(self) -> Tensor:
@@ -279,10 +279,14 @@ class PackedCache(TransformersCache):
             return tag(stand_in, self._biased[layer_idx]), value_states
         return tag(key_states, reader), value_states
 
+    def is_cross(self, layer: int) -> bool:
+        """Whether the keys of `layer` come from an encoder."""
+        return isinstance(self._members[layer], EncoderCache)
+
     def stored(self, layer: int) -> Gathered:
         """What stands for the keys and values of a cross-attention layer that was put in an earlier pass."""
         reader = self._readers[layer]
-        if reader is None or not isinstance(self._members[layer], EncoderCache):
+        if reader is None or not self.is_cross(layer):
             raise NotSupported(
                 f"the model reads keys of layer {layer} past update(); packed rows hand out tagged keys only"
             )
@@ -393,6 +397,10 @@ class CrossCache(TransformersCache):
     ) -> tuple[Tensor, Tensor]:
         put_rows(self._encoder, layer_idx, key_states, value_states)
         return self.stored(layer_idx)
+
+    def is_cross(self, layer: int) -> bool:
+        """All of them."""
+        return True
 
     def stored(self, layer: int) -> Gathered:
         """Tagged stand-ins for the keys and values of all media that the pass sees."""
