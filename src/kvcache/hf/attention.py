@@ -7,7 +7,7 @@ layers too), and the function below asks the reader instead of looking at the ke
 | keys     | mask | what happens                                                                                       |
 |----------|------|----------------------------------------------------------------------------------------------------|
 | tagged   | None | `reader.attend(call)`: blocks in place; causality, span and left padding are the cache's own       |
-| tagged   | any  | it answers `None`: `reader.gather()`, then attention with that mask (image blocks, holes, 4D masks) |
+| tagged   | any  | it answers `None`: `reader.gather()`, then attention with that mask (image blocks, 4D masks)       |
 | untagged | any  | attention as transformers would do it (encoders, cross attention, other caches, no cache)          |
 
 Whether a mask is needed is decided where transformers makes masks: `get_mask_sizes` of our caches answers with a
@@ -27,7 +27,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-__all__ = ["NAME", "Call", "Gathered", "MaskLength", "Reader", "is_in_place", "reader_of", "register", "tag"]
+__all__ = [
+    "NAME",
+    "Call",
+    "Gathered",
+    "MaskLength",
+    "Reader",
+    "attention_with_scores",
+    "is_in_place",
+    "reader_of",
+    "register",
+    "tag",
+]
 
 NAME = "kvcache"
 """The name for `attn_implementation`."""
@@ -91,7 +102,7 @@ class MaskLength(int):
 
     reader: Reader
 
-    def __new__(cls, value: int, reader: Reader) -> Self:  # noqa: D102  described by the class
+    def __new__(cls, value: int, reader: Reader) -> Self:
         length = int.__new__(cls, value)
         length.reader = reader
         return length
@@ -163,7 +174,7 @@ def attention_forward(
         return output, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     bias = _additive(attention_mask, position_bias, query, key, is_causal=causal)
-    return _explicit(query, key, value, bias, dropout, scaling, softcap, s_aux), None
+    return attention_with_scores(query, key, value, bias, dropout, scaling, softcap, s_aux), None
 
 
 def attention_mask_for(
@@ -207,7 +218,7 @@ def _additive(
     return mask + position_bias
 
 
-def _explicit(
+def attention_with_scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -217,7 +228,7 @@ def _explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with the scores at hand, softmax in float32: softcap (Gemma 2), sinks (GPT-OSS)."""
+    """Attention [B,q,Hq,Dv] with the scores at hand, softmax in float32: softcap (Gemma 2), sinks (GPT-OSS)."""
     B, Hq, q, D = query.shape
     H, S = key.shape[1], key.shape[2]
     folded = query.reshape(B, H, Hq // H * q, D)

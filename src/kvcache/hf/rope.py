@@ -42,7 +42,7 @@ _ABSOLUTE = ("wpe", "embed_positions", "position_embeddings", "position_embeddin
 
 def shift_of(model: PreTrainedModel) -> Shift | None:
     """A shift for this model's keys, or `None` where they are known not to move. Costs nothing until it is used."""
-    decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder = model.get_decoder()
     names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
     if names & set(_ABSOLUTE) or any(callable(getattr(module, "expand_kv", None)) for module in decoder.modules()):
         return None
@@ -95,7 +95,7 @@ def _keys_at(model: PreTrainedModel, begin: int) -> dict[int, tuple[Tensor, Tens
     device = model.device
     ids = torch.arange(3, 3 + _NUM_TOKENS, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
     positions = torch.arange(begin, begin + _NUM_TOKENS, device=device).unsqueeze(0)
-    decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+    decoder = model.get_decoder()
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     with torch.no_grad():
         decoder(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -111,7 +111,7 @@ def _keys_at(model: PreTrainedModel, begin: int) -> dict[int, tuple[Tensor, Tens
 
 def _tables(model: PreTrainedModel) -> list[Tensor]:
     """The frequency tables that the decoder holds: `inv_freq`, or `sliding_attention_inv_freq` and the like."""
-    named = model.get_decoder().named_buffers()  # type: ignore[no-untyped-call]
+    named = model.get_decoder().named_buffers()
     return [table.float().cpu() for name, table in named if name.endswith("inv_freq") and "original" not in name]
 
 

@@ -1,0 +1,66 @@
+"""`cache_for`: a cache that fits a transformers model, ready for `generate()`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcache import backends, formats
+from kvcache.backends import Backend
+from kvcache.hf.attention import register
+from kvcache.hf.encoder_decoder import EncoderDecoderGenerateCache
+from kvcache.hf.generate_cache import GenerateCache
+from kvcache.hf.hooks import install
+from kvcache.hf.layout import dtype_name, layout_of
+from kvcache.hf.pool import Pool
+from kvcache.spec import integer
+
+__all__ = ["cache_for"]
+
+DEFAULT_BLOCK_SIZE = 1
+
+
+def cache_for(
+    model: Any,
+    *,
+    capacity: int,
+    dtype: str | tuple[str, str] = "auto",
+    max_sequences: int = 1,
+    block_size: int | None = None,
+    memory: int | None = None,
+) -> GenerateCache | EncoderDecoderGenerateCache:
+    """A `transformers.Cache` for this model: pass it to `generate(past_key_values=...)`, to Mamba as `cache_params=`.
+
+    capacity: tokens that one row may hold. max_sequences: rows that fit at that length: batch size times beams or
+    returned sequences, and forks. dtype: how keys and values are stored, `"auto"` as the model computes; `"q8_0"`, a
+    pair `(key, value)`, and so on (see `kvcache.formats`). block_size: slots that share a table entry. memory: tokens
+    that sliding layers retain, at least their window, so that `reuse` can go back; recurrent layers keep checkpoints
+    at the ends of prompts either way.
+
+    Raises `NotSupported` for models that need a cache of their own, `ValueError` and `TypeError` for bad arguments. The
+    model gets two forward hooks, once; it is not kept alive by its caches.
+    """
+    layout = layout_of(model)
+    capacity = integer(capacity, "capacity", minimum=1)
+    size = DEFAULT_BLOCK_SIZE if block_size is None else min(integer(block_size, "block_size", minimum=1), capacity)
+    if memory is not None:
+        integer(memory, "memory", minimum=1)
+    name = dtype_name(model.dtype) if dtype == "auto" else dtype
+    backend = _backend(model)
+    formats.pair(name, backend)  # unknown names raise before anything is made
+    members = layout.members(size, memory=memory)
+    pool = Pool(layout, members, backend, name, integer(max_sequences, "max_sequences", minimum=1), capacity)
+    install(model)
+    register()
+    cache = GenerateCache(model, pool)
+    return EncoderDecoderGenerateCache(cache, len(layout.layers)) if layout.is_encoder_decoder else cache
+
+
+def _backend(model: Any) -> Backend:
+    """PyTorch where the model is; with a device map, each layer where its weights are."""
+    placed = getattr(model, "hf_device_map", None) or {}
+    layers = {}
+    for name, device in placed.items():
+        number = name.rpartition(".")[2]
+        if number.isdigit():
+            layers[int(number)] = f"cuda:{device}" if isinstance(device, int) else str(device)
+    return backends.torch(str(model.device), layers)
