@@ -33,6 +33,10 @@ def _evaluated(array: mx.array) -> mx.array:
     return array
 
 
+def _copied(array: NDArray[Any]) -> mx.array:
+    return mx.array(np.array(array, order="C", copy=None))  # MLX takes no negative strides
+
+
 @final
 class MlxBackend(Backend):
     """MLX arrays on MLX's default device."""
@@ -56,11 +60,11 @@ class MlxBackend(Backend):
             if not mx.issubdtype(value.dtype, mx.floating):
                 raise refusal(value, what, self.name)
             return value
-        return mx.array(host_array(value, what, self.name))
+        return _copied(host_array(value, what, self.name))
 
     def from_numpy(self, value: NDArray[Any], layer: int) -> Array:
         """See `Backend.from_numpy`; f64 becomes f32."""
-        return mx.array(value)
+        return _copied(value)
 
     def to_numpy(self, array: Array) -> NDArray[Any]:
         """See `Backend.to_numpy`; shares memory unless the array is bf16."""

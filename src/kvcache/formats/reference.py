@@ -67,8 +67,8 @@ def _decode_bf16(stored: Rows, _head_dim: int) -> Rows:
 
 def _encode_fp8(rows: Rows) -> Rows:
     size = np.minimum(np.abs(rows), np.float32(FP8_MAX))
-    exponent = np.maximum(np.frexp(size)[1] - 1, -6)
-    with np.errstate(invalid="ignore"):  # NaN to integer; replaced in the next line
+    exponent = np.maximum((size.view(np.int32) >> 23) - 127, -6)
+    with np.errstate(invalid="ignore"):  # NaN to integer; replaced below
         code = (8 * (exponent + 6) + np.rint(np.ldexp(size, 3 - exponent))).astype(np.uint8)
     code = np.where(np.isnan(rows), np.uint8(0x7F), code)
     code |= np.signbit(rows).view(np.uint8) << 7
@@ -121,7 +121,7 @@ def _scales(stored: Rows, head_dim: int) -> Rows:
 def _scaled(groups: Rows, scales: Rows) -> Rows:
     with np.errstate(invalid="ignore"):  # 0 times an infinite scale is NaN, in ggml as here
         groups *= scales[..., None]
-    return groups.reshape(*groups.shape[:-2], -1)
+    return groups.reshape(*groups.shape[:-2], groups.shape[-2] * GROUP_SIZE)
 
 
 def _encode_q8_0(rows: Rows) -> Rows:
