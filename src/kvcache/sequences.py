@@ -10,12 +10,13 @@ Slots are used in the order of the table, so that a sequence is *dense* until so
 in its middle, positions with gaps or repeats). Nothing but the position decides what a query sees, so holes and
 disorder cost speed, never correctness.
 
-Three numbers outlive the tokens: `end`, the position after the last token, `floor`, below which tokens may have been
-forgotten, and `num_tokens`. Everything a decode step does here is O(1); what walks all slots says so.
+What outlives the tokens: `end`, the position after the last one, and `forgotten`, the positions that the span let go.
+Everything a decode step does here is O(1); what walks all slots says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Indices
 from typing import final
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import CorruptState
 
-__all__ = ["IntVector", "Sequence"]
+__all__ = ["IntVector", "Ranges", "Sequence", "moved"]
 
 
 @final
@@ -83,20 +84,79 @@ class IntVector:
 
 
 @final
+class Ranges:
+    """A set of positions as sorted, disjoint, half-open ranges: one range, where a sequence has no gaps.
+
+    Every operation is O(ranges); adding at the end is O(1).
+    """
+
+    __slots__ = ("_ranges",)
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._ranges = list(ranges)
+
+    @property
+    def end(self) -> int:
+        """The position after the highest one; 0 when there is none."""
+        return self._ranges[-1][1] if self._ranges else 0
+
+    def add(self, begin: int, end: int) -> None:
+        """Add the positions of [begin, end)."""
+        if self._ranges and begin < self._ranges[-1][0]:  # not at the end: positions came out of order
+            apart = [r for r in self._ranges if r[1] < begin or end < r[0]]
+            touching = [r for r in self._ranges if r not in apart]
+            begin, end = min([begin, *(r[0] for r in touching)]), max([end, *(r[1] for r in touching)])
+            self._ranges = sorted([*apart, (begin, end)])
+        elif self._ranges and begin <= self._ranges[-1][1]:
+            self._ranges[-1] = (self._ranges[-1][0], max(end, self._ranges[-1][1]))
+        else:
+            self._ranges.append((begin, end))
+
+    def overlaps(self, begin: int, end: int) -> bool:
+        """Whether any position of [begin, end) is in the set."""
+        return any(max(first, begin) < min(last, end) for first, last in self._ranges)
+
+    def without(self, begin: int, end: int) -> Ranges:
+        """What is left when [begin, end) is taken out and what lies behind moves down."""
+        left = Ranges()
+        for first, last in self._ranges:
+            if moved(first, begin, end) < moved(last, begin, end):
+                left.add(moved(first, begin, end), moved(last, begin, end))
+        return left
+
+    def below(self, position: int) -> Ranges:
+        """The positions below `position`."""
+        return Ranges((first, min(last, position)) for first, last in self._ranges if first < position)
+
+    def __repr__(self) -> str:
+        return repr(self._ranges)
+
+
+@final
 class Sequence:
     """One sequence's table. `block_size` slots a block; block ids mean whatever the owner's pool says.
 
     `pending` lists slots that are taken but not yet tokens (appended, not committed), in order.
     """
 
-    __slots__ = ("appended", "block_size", "end", "floor", "is_dense", "num_tokens", "pending", "positions", "table")
+    __slots__ = (
+        "appended",
+        "block_size",
+        "end",
+        "forgotten",
+        "is_dense",
+        "num_tokens",
+        "pending",
+        "positions",
+        "table",
+    )
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.table = IntVector()
         self.positions = IntVector()
         self.end = 0
-        self.floor = 0
+        self.forgotten = Ranges()
         self.num_tokens = 0
         self.is_dense = True
         self.pending: list[int] = []
@@ -178,7 +238,7 @@ class Sequence:
         self.is_dense = False
 
     def drop_blocks(self, indices: Indices[int]) -> list[int]:
-        """Forget the tokens of those table entries and return the blocks' ids. Raises the floor above them."""
+        """Forget the tokens of those table entries and return the blocks' ids."""
         count = len(indices)
         if not count:
             return []
@@ -186,20 +246,22 @@ class Sequence:
         if self.is_dense:  # always the front
             num_slots = min(count * self.block_size, self.num_slots)
             blocks = [int(b) for b in self.table.view[:count]]
-            self.floor = max(self.floor, self.positions[0] + num_slots)
+            self.forgotten.add(self.positions[0], self.positions[0] + num_slots)
             self.table.drop_front(count)
             self.positions.drop_front(num_slots)
             self.num_tokens -= num_slots
         else:
             blocks, dropped = self._take_out(indices)
             self.num_tokens -= int((dropped >= 0).sum())
-            self.floor = max(self.floor, int(dropped.max(initial=-1)) + 1)
+            gone = np.unique(dropped[dropped >= 0])
+            for run in np.split(gone, np.flatnonzero(np.diff(gone) != 1) + 1):
+                self.forgotten.add(int(run[0]), int(run[-1]) + 1)
         if whole:
             self.is_dense = True
         return blocks
 
-    def erase(self, begin: int, end: int, move: bool) -> list[int]:
-        """Remove the tokens in [begin, end); with `move`, later ones move down by `end - begin`.
+    def erase(self, begin: int, end: int) -> list[int]:
+        """Remove the tokens in [begin, end), `end` at most the end; later ones move down by `end - begin`.
 
         Returns the blocks left empty. O(slots).
         """
@@ -207,12 +269,11 @@ class Sequence:
         gone = (positions >= begin) & (positions < end)
         self.num_tokens -= int(gone.sum())
         positions[gone] = -1
-        if move:
-            positions[positions >= end] -= end - begin
-            self.end = max(self.end - (end - begin), begin)
-            self.floor = moved(self.floor, begin, end)
-        else:
-            self.end = max(int(positions.max(initial=-1)) + 1, min(self.floor, begin))
+        positions[positions >= end] -= end - begin
+        self.forgotten = self.forgotten.without(begin, end)
+        # After a cut at the end, the position after the last token that is left.
+        last = self.end - (end - begin) if end < self.end else int(positions.max(initial=-1)) + 1
+        self.end = max(last, self.forgotten.end)
         return self.compact()
 
     def compact(self) -> list[int]:
@@ -238,8 +299,8 @@ class Sequence:
         positions = copy.positions.view
         positions[positions >= length] = -1
         copy.num_tokens = int((positions >= 0).sum())
-        copy.floor = min(self.floor, length)
-        copy.end = max(int(positions.max(initial=-1)) + 1, copy.floor)
+        copy.forgotten = self.forgotten.below(length)
+        copy.end = max(int(positions.max(initial=-1)) + 1, copy.forgotten.end)
         copy.compact()
         return copy
 
@@ -255,7 +316,7 @@ class Sequence:
             "each block once": len(set(self.table.view.tolist())) == len(self.table),
             "num_tokens": self.num_tokens == len(stored),
             "end after the last token": self.end > int(stored.max(initial=-1)),
-            "floor not above end": 0 <= self.floor <= self.end,
+            "forgotten before the end": self.forgotten.end <= self.end,
             "dense only when it is": dense or not self.is_dense,
             "pending slots empty": all(positions[i] < 0 for i in self.pending),
             "a used last slot": not len(positions) or positions[-1] >= 0 or len(positions) - 1 in self.pending,
@@ -267,7 +328,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence(block_size={self.block_size}, table={self.table.view.tolist()}, "
-            f"positions={self.positions.view.tolist()}, end={self.end}, floor={self.floor}, "
+            f"positions={self.positions.view.tolist()}, end={self.end}, forgotten={self.forgotten}, "
             f"num_tokens={self.num_tokens}, is_dense={self.is_dense}, pending={self.pending})"
         )
 

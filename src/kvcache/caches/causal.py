@@ -179,7 +179,8 @@ class CausalCache(Cache):
             applied = tables.apply(plan)
             slots = np.empty(len(batch), np.int64)
             for sequence, own in rows.items():
-                slots[own if len(own) > 1 else own[0]] = applied.slots[sequence]
+                found = applied.slots[sequence]
+                slots[own[0] if isinstance(found, int) else own] = found
             self._storage.copy_blocks(applied.sources, applied.targets)
             self._start(Forward(batch, rows, slots, tables.sequences, tables.span))
 
@@ -204,10 +205,8 @@ class CausalCache(Cache):
         return self._tables.can_resume(sequence, integer(position, "position"))
 
     def resume_point(self, sequence: int, position: int) -> int:
-        # What a query sees below its position only grows backwards: when `position` fails, every lower one but 0 does.
-        table = self._tables.sequences.get(sequence)
-        point = min(position, table.end if table else 0)
-        return point if self.can_resume(sequence, point) else 0
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        return self._tables.resume_point(sequence, integer(position, "position"))
 
     def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
         self.prepare_remove(sequence, begin, end)()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvcache.blocks import BlockPool
 from kvcache.errors import CacheFull, NotSupported
-from kvcache.sequences import Sequence, moved
+from kvcache.sequences import Sequence
 from kvcache.spans import Span
 from kvcache.spec import SequenceUsage
 
@@ -67,7 +67,7 @@ class Applied(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """A planned `remove`: the slots whose keys must be shifted, in table order (none: the end was cut off)."""
+    """A planned `remove`: the range, and the slots whose keys must be shifted, in table order."""
 
     sequence: int
     begin: int
@@ -213,6 +213,7 @@ class Tables:
         if num_tokens:
             table.fill(indices, range(table.end, table.end + num_tokens))
         self.pool.release(table.compact())
+        self._unsettled.add(sequence)
         self._drop_if_empty(sequence)
 
     # --- prefixes and removals ----------------------------------------------------------------------------------------
@@ -224,7 +225,14 @@ class Tables:
         table = self.sequences.get(sequence)
         if table is None or position > table.end:
             return False
-        return max(0, self.span.begin(position)) >= table.floor
+        return not table.forgotten.overlaps(max(0, self.span.begin(position)), position)
+
+    def resume_point(self, sequence: int, position: int) -> int:
+        """See `Cache.resume_point`. O(1)."""
+        table = self.sequences.get(sequence)
+        position = min(position, table.end if table else 0)
+        # A window that cannot be filled here cannot be filled below; a chunk can always be begun anew.
+        return next((p for p in (position, max(0, self.span.begin(position))) if self.can_resume(sequence, p)), 0)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """See `Cache.copy_prefix`. O(slots of the source)."""
@@ -242,18 +250,15 @@ class Tables:
         table = self.sequences.get(sequence)
         if table is None or begin >= table.end or begin == end:
             return None
-        later = table.indices_between(end, table.end) if end is not None else _NO_SLOTS
-        if end is None or not len(later):
-            new_end, floor, end = begin, min(table.floor, begin), max(table.end, begin + 1)
-        else:
-            new_end, floor = table.end - (end - begin), moved(table.floor, begin, end)
-        if new_end and max(0, self.span.begin(new_end)) < floor:
+        end = table.end if end is None else min(end, table.end)
+        later = table.indices_between(end, table.end)
+        new_end = table.end - (end - begin)
+        seen_from = max(0, self.span.begin(new_end))
+        if table.forgotten.without(begin, end).overlaps(seen_from, new_end):
             raise NotSupported(
-                f"removing [{begin}, {end}) of sequence {sequence} needs positions from "
-                f"{max(0, self.span.begin(new_end))} on, "
-                f"and those below {floor} were forgotten ({self.span}); remove the whole sequence and recompute it, "
-                f"or retain "
-                f"more (Sliding's memory)"
+                f"removing [{begin}, {end}) of sequence {sequence} leaves a query at {new_end} that sees positions "
+                f"from {seen_from} on, and some of those were forgotten ({self.span}); remove the whole sequence and "
+                f"recompute it, or retain more (Sliding's memory)"
             )
         if len(later):
             if not can_shift:
@@ -269,9 +274,8 @@ class Tables:
         """Carry out a planned removal. `slots`: where the later tokens lie now, in the order of `later`."""
         table = self.sequences[removal.sequence]
         applied = Applied({}, [], [])
-        moves = len(removal.later) > 0
-        self.pool.release(table.erase(removal.begin, removal.end, move=moves))
-        if moves:
+        self.pool.release(table.erase(removal.begin, removal.end))
+        if len(removal.later):
             later = table.indices_between(removal.begin, table.end)
             for index in np.unique(later // self.block_size):
                 if self.pool.references(table.table[int(index)]) > 1:
