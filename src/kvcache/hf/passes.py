@@ -15,15 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvcache import kernels
+from kvcache.caches import CausalCache
 from kvcache.formats import Format
 from kvcache.hf.attention import Call, Gathered, Reader
 from kvcache.hf.gather import Columns, columns_of
 from kvcache.hf.pool import NewTokens, Pool
 from kvcache.hf.states import LentStates
 from kvcache.hf.windowed import windowed_attention
+from kvcache.kernels import AttentionBatch, Segment
 from kvcache.spans import Chunked, Sliding, Span
 
 __all__ = ["LayerReader", "Pass", "Rows", "first_column"]
@@ -82,7 +87,7 @@ class Pass:
         }
         if self.new:
             pool.start(self.new)
-        self._kept = self._kept_indices()
+        self._kept = self._kept_indices(num_columns)
         self.states = self._lend() if pool.layout.has_states else None
 
     @property
@@ -126,7 +131,7 @@ class Pass:
         queries = call.queries
         B, Hq, q, _ = queries.shape
         if whole is not None:
-            first = self.begin + q - whole.keys.shape[2]
+            first = self.begin + self.num_columns - whole.keys.shape[2]
             return windowed_attention(
                 queries,
                 whole,
@@ -137,15 +142,44 @@ class Pass:
                 sinks=call.sinks,
             )
         if not self.new:
-            return queries.new_zeros((B, q, Hq, call.queries.shape[3]))
-        cache.set_layer(layer)
-        output: Tensor = cache.attend(
-            _rows(queries, self._kept), scale=call.scale, softcap=call.softcap, sinks=call.sinks
-        )
-        if self._kept is not None:
+            return queries.new_zeros((B, q, Hq, queries.shape[3]))
+        if q == self.num_columns:
+            kept = self._kept
+            cache.set_layer(layer)
+            rows = _rows(queries, kept)
+            output: Tensor = cache.attend(rows, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+        else:
+            kept = self._kept_indices(q)
+            output = self._attend_last(cache, layer, call, _rows(queries, kept))
+        if kept is not None:
             padded = output.new_zeros((B * q, *output.shape[1:]))
-            output = padded.index_copy_(0, self._kept, output)
+            output = padded.index_copy_(0, kept, output)
         return output.view(B, q, Hq, output.shape[-1])
+
+    def _attend_last(self, cache: CausalCache, layer: int, call: Call, rows: Tensor) -> Tensor:
+        """Attention of the last columns only: before its shared layers Gemma 4 drops queries that nobody needs."""
+        q, tables = call.queries.shape[2], cache.tables
+        segments: list[Segment] = []
+        positions: list[NDArray[np.int32]] = []
+        first = 0
+        for new in self.new:
+            own = np.arange(max(new.begin, new.end - q), new.end, dtype=np.int32)
+            table = tables.sequences[new.sequence]
+            dense = None if table.is_dense else table.positions.view
+            numbers = np.arange(first, first + len(own))
+            segments.append(Segment(numbers, table.table.view, table.num_slots, table.positions[0], dense))
+            positions.append(own)
+            first += len(own)
+        ends = np.concatenate(positions) + 1
+        begins = np.maximum(tables.span.begin(ends - 1), 0).astype(np.int32)
+        batch = AttentionBatch(segments, begins, ends, tables.block_size)
+        stored = cache.storage.layer(layer)
+        scale = rows.shape[2] ** -0.5 if call.scale is None else call.scale
+        kernel = kernels.choose(rows, stored.keys, stored.values)
+        output: Tensor = kernel.attend(
+            rows, stored.keys, stored.values, batch, scale=scale, softcap=call.softcap, sinks=call.sinks
+        )
+        return output
 
     def _columns_of(self, member: int, begin: int, end: int) -> Columns:
         tables = self.pool.causal(member).tables
@@ -162,11 +196,12 @@ class Pass:
         old = (before.read(stored.keys, keys.dtype), before.read(stored.values, values.dtype))
         return Gathered(*(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)))
 
-    def _kept_indices(self) -> Tensor | None:
-        """Which of the B*q flattened columns are tokens; `None`: all."""
-        if all(padding <= self.begin for padding in self.padding):
+    def _kept_indices(self, num_last: int) -> Tensor | None:
+        """Which of the flattened last columns [B*num_last] are tokens; `None`: all."""
+        end = self.begin + self.num_columns
+        if all(padding <= end - num_last for padding in self.padding):
             return None
-        columns = torch.arange(self.begin, self.begin + self.num_columns)
+        columns = torch.arange(end - num_last, end)
         flags = columns >= torch.tensor(self.padding)[:, None]
         return flags.flatten().nonzero().squeeze(1).to(self._device)
 

@@ -2,12 +2,12 @@
 
 A row of a `generate` batch is a sequence. Forks, beams and repeated rows are `copy_prefix`: references, no tensors.
 
-Windowed members (sliding, chunked) are kept small: a pass that brings more tokens than `window_batch` (a long prompt in
-one forward) stores only its *tail* in them, the tokens that some later query can still see; the pass itself attends to
-what it brought. A position is resumable in such a member only where its window was stored (`Sequence.floor`):
+Windowed members (sliding, chunked) are kept small: a pass that brings more tokens than they are made for (a prompt
+at once) stores only its *tail* in them, the tokens that some later query can still see; the pass itself attends to
+what it brought. What was never stored counts as forgotten, so it cannot be resumed there:
 
     window 4, a prompt of 20 tokens at once        full member       0 1 2 ... 19
-                                                   windowed member   16 17 18 19, floor 16
+                                                   windowed member   16 17 18 19, the rest forgotten
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcache.spec import Batch, Usage
 __all__ = ["MAX_WINDOW_BATCH", "NewTokens", "Pool"]
 
 MAX_WINDOW_BATCH = 512
-"""Tokens of one pass, for each sequence of the pool, that windowed members store whole. Of more they store the tail."""
+"""Tokens of one pass, for each sequence of the pool, that windowed members with smaller windows store whole."""
 
 
 class NewTokens(NamedTuple):
@@ -61,9 +61,8 @@ class Pool:
         self.flush: Callable[[], None] | None = None
         """Writes back the states that the last pass lent; called before anything that reads or changes them."""
         whole = max_sequences * capacity
-        self.window_batch = min(whole, max_sequences * MAX_WINDOW_BATCH)
-        for member in self.members:
-            max_batch = self.window_batch if _is_windowed(member) else whole
+        self._max_batches = [_max_batch(member, max_sequences, capacity) for member in self.members]
+        for member, max_batch in zip(self.members, self._max_batches, strict=True):
             member.init(backend, dtype, max_sequences, capacity, max_batch)
         self.encoder.init(backend, dtype, max_sequences, capacity, whole)
         self._names = (dtype, dtype) if isinstance(dtype, str) else dtype
@@ -109,9 +108,8 @@ class Pool:
 
     def tails(self, tokens: Sequence[NewTokens]) -> frozenset[int]:
         """The members that will store only the tail of these tokens."""
-        if sum(new.end - new.begin for new in tokens) <= self.window_batch:
-            return frozenset()
-        return frozenset(i for i, member in enumerate(self.members) if _is_windowed(member))
+        total = sum(new.end - new.begin for new in tokens)
+        return frozenset(i for i, m in enumerate(self.members) if _is_windowed(m) and total > self._max_batches[i])
 
     def tail_begin(self, member: int, new: NewTokens) -> int:
         """The first position of `new` that a windowed member stores when it stores the tail."""
@@ -143,7 +141,10 @@ class Pool:
         """Raise `CacheFull` unless the tails fit once the sequences' own blocks are free."""
         cache = self.causal(member)
         tables, size = cache.tables, cache.block_size
-        needed = sum(-(-(new.end - self.tail_begin(member, new)) // size) for new in tokens)
+        lengths = [new.end - self.tail_begin(member, new) for new in tokens]
+        if sum(lengths) > self._max_batches[member]:
+            raise CacheFull(sum(lengths), self._max_batches[member])
+        needed = sum(-(-length // size) for length in lengths)
         known = [tables.sequences[new.sequence] for new in tokens if new.sequence in tables.sequences]
         own = sum(tables.pool.references(block) == 1 for table in known for block in table.table.view.tolist())
         if needed > tables.pool.num_free + own:
@@ -156,7 +157,8 @@ class Pool:
             cache.remove(new.sequence, 0)
         cache.start_forward(_batch(stored))
         for new in stored:
-            cache.tables.sequences[new.sequence].floor = new.begin
+            if new.begin:
+                cache.tables.sequences[new.sequence].forgotten.add(0, new.begin)
 
     # --- whole sequences ----------------------------------------------------------------------------------------------
 
@@ -234,6 +236,15 @@ class Pool:
         self.settle()
         self.every.check()
         self.encoder.check()
+
+
+def _max_batch(member: Cache, max_sequences: int, capacity: int) -> int:
+    """Tokens of one pass that a member stores whole. A windowed one must hold at least the tails of all sequences."""
+    whole = max_sequences * capacity
+    if not (isinstance(member, CausalCache) and _is_windowed(member)):
+        return whole
+    retained = member.span.resolve(max_sequences).num_retained(capacity)
+    return min(whole, max_sequences * max(MAX_WINDOW_BATCH, retained))
 
 
 def _is_windowed(member: Cache) -> bool:
