@@ -102,14 +102,10 @@ class EncoderCache(Cache):
         if current.is_reserved:
             return
         encoded = [
-            tuple(
-                Stored(form.encode(part), form, int(part.shape[-1]))
-                for form, part in zip(self._formats, pair, strict=True)
-            )
-            for pair in parts
+            (self._stored(keys, self._formats[0]), self._stored(values, self._formats[1])) for keys, values in parts
         ]
-        for (_, entry), (stored_keys, stored_values) in zip(current.filling, encoded, strict=True):
-            entry.layers[layer] = (stored_keys, stored_values)
+        for (_, entry), stored in zip(current.filling, encoded, strict=True):
+            entry.layers[layer] = stored
 
     def get(self) -> History:
         current, layer = self._started()
@@ -312,6 +308,12 @@ class EncoderCache(Cache):
         if self._layer is None:
             raise ValueError("no layer is active; call set_layer first")
         return self._pass, self._layer
+
+    def _stored(self, rows: Array, form: Format) -> Stored:
+        encoded = form.encode(rows)
+        if form.is_native:  # perhaps the caller's own array, which he may write to again: joining one array copies it
+            encoded = self._backend.concatenate((encoded,), 0)
+        return Stored(encoded, form, int(rows.shape[-1]))
 
     def _split(self, current: _Pass, rows: list[Array]) -> list[tuple[Array, Array]]:
         """The put arrays, one pair per medium."""
