@@ -62,7 +62,9 @@ class Attention {
  public:
   explicit Attention(const Problem& problem)
       : p(problem),
-        shape{make_reader(problem.keys, problem.queries.format, true),
+        shape{problem.keys,
+              problem.values,
+              make_reader(problem.keys, problem.queries.format, true),
               make_reader(problem.values, problem.queries.format, false),
               problem.keys.dim,
               problem.values.dim,
@@ -153,8 +155,7 @@ class Attention {
   void reserve(const Task& task, Scratch& s) const {
     const size_t rows = size_t(rows_of(task));
     s.queries.reserve(rows * shape.key_dim);
-    s.keys.reserve(size_t(TILE) * shape.key_dim);
-    s.values.reserve(size_t(TILE) * shape.values.width);
+    s.tile.reserve(size_t(TILE) * std::max(shape.key_dim, shape.values.width));
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
     s.scores.reserve(rows * TILE);
@@ -198,7 +199,8 @@ class Attention {
     for (; slot < end; slot += TILE) {
       const int count = int(std::min<int64_t>(TILE, end - slot));
       if (!place_tile(segment, s.seen, slot, count, tile)) continue;
-      find_rows(segment, p.keys, p.values, task.head, p.block_size, slot, count, tile);
+      find_rows(segment, p.keys, task.head, p.block_size, slot, count, tile, tile.keys);
+      find_rows(segment, p.values, task.head, p.block_size, slot, count, tile, tile.values);
       slot += TILE;
       return true;
     }
@@ -212,8 +214,14 @@ class Attention {
     std::fill_n(s.l.at, rows, 0.0f);
     int64_t slot = std::max(task.slot_begin, chunk * task.chunk_size);
     const int64_t end = std::min(task.slot_end, (chunk + 1) * task.chunk_size);
-    Tile tile;
-    while (next_tile(task, s, slot, end, tile)) run_tile(shape, tile, queries, p.group, s);
+    Tile tiles[2];
+    bool more = next_tile(task, s, slot, end, tiles[0]);
+    for (int at = 0; more; at ^= 1) {
+      more = next_tile(task, s, slot, end, tiles[at ^ 1]);
+      Tile& next = tiles[at ^ 1];
+      if (!more) next.num_runs = next.num_lines = 0;
+      run_tile(shape, tiles[at], next, queries, p.group, s);
+    }
   }
 
   void run_item(const Item& item, Scratch& s) {

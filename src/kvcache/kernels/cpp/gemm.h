@@ -41,10 +41,12 @@ KV_INLINE void for_row_blocks(int begin, int end, F&& f) {
 
 // scores[r][TILE] = q[r][dim] . keys[dim][TILE] for MR rows.
 template <int MR>
-void scores_f32(const float* q, const float* keys, float* scores, int dim) {
+void scores_f32(const float* q, const float* keys, float* scores, int dim, Ahead& next) {
+  Ahead ahead = next;
   for (int k = 0; k < TILE; k += VECTORS * LANES) {
     vf acc[MR][VECTORS] = {};
     for (int d = 0; d < dim; d++) {
+      ahead.step<1>();
       vf b[VECTORS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) b[v] = load<vf>(keys + size_t(d) * TILE + k + v * LANES);
@@ -60,13 +62,15 @@ void scores_f32(const float* q, const float* keys, float* scores, int dim) {
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) store(scores + r * TILE + k + v * LANES, acc[r][v]);
   }
+  next = ahead;
 }
 
 template <int MR, int NV>
 KV_INLINE void mix_block_f32(const float* p, const float* values, float* out, const float* correction, int columns,
-                             int slots) {
+                             int slots, Ahead& ahead) {
   vf acc[MR][NV] = {};
   for (int j = 0; j < slots; j++) {
+    ahead.step<1>();
     vf b[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) b[v] = load<vf>(values + size_t(j) * columns + v * LANES);
@@ -90,11 +94,14 @@ KV_INLINE void mix_block_f32(const float* p, const float* values, float* out, co
 
 // out[r][columns] = out * correction[r] + p[r][:slots] . values[:slots][columns] for MR rows.
 template <int MR>
-void mix_f32(const float* p, const float* values, float* out, const float* correction, int columns, int slots) {
+void mix_f32(const float* p, const float* values, float* out, const float* correction, int columns, int slots,
+             Ahead& next) {
+  Ahead ahead = next;
   int c = 0;
   for (; c + VECTORS * LANES <= columns; c += VECTORS * LANES)
-    mix_block_f32<MR, VECTORS>(p, values + c, out + c, correction, columns, slots);
-  for (; c < columns; c += LANES) mix_block_f32<MR, 1>(p, values + c, out + c, correction, columns, slots);
+    mix_block_f32<MR, VECTORS>(p, values + c, out + c, correction, columns, slots, ahead);
+  for (; c < columns; c += LANES) mix_block_f32<MR, 1>(p, values + c, out + c, correction, columns, slots, ahead);
+  next = ahead;
 }
 
 // --- bf16 products, f32 sums ------------------------------------------------------------------------------------------
@@ -107,7 +114,9 @@ KV_INLINE __m512 dot(__m512 acc, uint32_t pair, __m512i b) {
 
 // scores[r][TILE] = q[r] . keys over `pairs` pairs. SCALED: each group of 16 pairs is multiplied by scales[group][TILE].
 template <int MR, bool SCALED>
-void scores_bf16(const uint32_t* q, const uint32_t* keys, const float* scales, float* scores, int pairs) {
+void scores_bf16(const uint32_t* q, const uint32_t* keys, const float* scales, float* scores, int pairs,
+                 Ahead& next) {
+  Ahead ahead = next;
   constexpr int NV = SCALED ? 2 : 4, GROUP_PAIRS = GROUP / 2;
   for (int k = 0; k < TILE; k += NV * 16) {
     __m512 total[MR][NV];
@@ -123,6 +132,7 @@ void scores_bf16(const uint32_t* q, const uint32_t* keys, const float* scales, f
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) acc[r][v] = _mm512_setzero_ps();
       for (int i = begin; i < begin + step; i++) {
+        ahead.step<1>();
         __m512i b[NV];
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) b[v] = _mm512_load_si512(keys + size_t(i) * TILE + k + v * 16);
@@ -145,17 +155,19 @@ void scores_bf16(const uint32_t* q, const uint32_t* keys, const float* scales, f
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) _mm512_store_ps(scores + r * TILE + k + v * 16, total[r][v]);
   }
+  next = ahead;
 }
 
 template <int MR, int NV>
 KV_INLINE void mix_block_bf16(const uint32_t* p, const uint32_t* values, float* out, const float* correction,
-                              int columns, int pairs) {
+                              int columns, int pairs, Ahead& ahead) {
   __m512 acc[MR][NV];
 #pragma GCC unroll 6
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) acc[r][v] = _mm512_setzero_ps();
   for (int j = 0; j < pairs; j++) {
+    ahead.step<1>();
     __m512i b[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) b[v] = _mm512_load_si512(values + size_t(j) * columns + v * 16);
@@ -179,13 +191,15 @@ KV_INLINE void mix_block_bf16(const uint32_t* p, const uint32_t* values, float* 
 // and the next: 0 when there are no scales, and p then serves all columns.
 template <int MR>
 void mix_bf16(const uint32_t* p, size_t p_stride, const uint32_t* values, float* out, const float* correction,
-              int columns, int pairs) {
+              int columns, int pairs, Ahead& next) {
+  Ahead ahead = next;
   int c = 0;
   if (p_stride == 0)
     for (; c + 64 <= columns; c += 64)
-      mix_block_bf16<MR, 4>(p, values + c, out + c, correction, columns, pairs);
+      mix_block_bf16<MR, 4>(p, values + c, out + c, correction, columns, pairs, ahead);
   for (; c < columns; c += GROUP)
-    mix_block_bf16<MR, 2>(p + c / GROUP * p_stride, values + c, out + c, correction, columns, pairs);
+    mix_block_bf16<MR, 2>(p + c / GROUP * p_stride, values + c, out + c, correction, columns, pairs, ahead);
+  next = ahead;
 }
 #endif
 

@@ -38,6 +38,34 @@ inline int value_of_unit(int format, int unit, int s) {
   return group * GROUP + byte + s % 2 * 16;
 }
 
+// The cache lines of the next tile, fetched into the second-level cache a few at a time while this one is computed: the
+// memory then works through the whole of a tile, not only while rows are read. Rows of many short runs (small blocks,
+// one head of several) are beyond what hardware prefetchers guess.
+struct Run {  // adjacent bytes [begin, end)
+  const uint8_t *begin, *end;
+};
+
+struct Ahead {
+  const Run *next, *last;  // runs that are not begun
+  Run run;                 // what is left of the current one
+  int rate, credit;        // lines per unit of work, and lines due, in 1/256
+
+  template <int WORK>
+  KV_INLINE void step() {
+    for (credit += WORK * rate; credit >= 256; credit -= 256) {
+      if (run.begin >= run.end) {
+        if (next == last) {
+          rate = credit = 0;
+          return;
+        }
+        run = *next++;
+      }
+      __builtin_prefetch(run.begin, 0, 2);
+      run.begin += 64;
+    }
+  }
+};
+
 // --- scales -----------------------------------------------------------------------------------------------------------
 
 // out[group][TILE] f32 from the f16 scales that follow the quants at `offset` bytes of each row.
@@ -51,6 +79,7 @@ inline void pack_scales(const uint8_t* const* rows, int slots, int offset, int g
         std::memcpy(&word, rows[j] + offset + 2 * g, 4);
       else
         std::memcpy(&word, rows[j] + offset + 2 * g, 2);
+      asm("" : "+r"(word));  // keeps compilers from making this a gather, which is several times slower
       halves[j] = word;
     }
     for (int j = 0; j < slots; j += LANES) {
@@ -74,7 +103,8 @@ KV_INLINE vf expand_f32(vu x, int s) {
 }
 
 template <int F>
-void pack_keys_f32(const uint8_t* const* rows, int slots, int dim, float* out, float* scales) {
+void pack_keys_f32(const uint8_t* const* rows, Ahead& next, int slots, int dim, float* out, float* scales) {
+  Ahead ahead = next;
   constexpr int P = per_unit(F);
   const int units = dim / P;
   if constexpr (is_quantised(F)) pack_scales(rows, slots, units * 4, dim / GROUP, scales);
@@ -84,6 +114,7 @@ void pack_keys_f32(const uint8_t* const* rows, int slots, int dim, float* out, f
       vu t[LANES];
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; i++) t[i] = load_units(rows[k + i] + 4 * u0, n);
+      ahead.step<8>();
       transpose(t);
 #pragma GCC unroll 16
       for (int u = 0; u < LANES; u++) {
@@ -98,16 +129,19 @@ void pack_keys_f32(const uint8_t* const* rows, int slots, int dim, float* out, f
       }
     }
   }
+  next = ahead;
 }
 
 template <int F>
-void pack_values_f32(const uint8_t* const* rows, int slots, int dim, float* out, float* scales) {
+void pack_values_f32(const uint8_t* const* rows, Ahead& next, int slots, int dim, float* out, float* scales) {
+  Ahead ahead = next;
   constexpr int P = per_unit(F);
   const int units = dim / P, columns = round_up(units, LANES) * P;
   if constexpr (is_quantised(F)) pack_scales(rows, slots, units * 4, dim / GROUP, scales);
   for (int j = 0; j < slots; j++) {
     float* to = out + size_t(j) * columns;
     for (int u0 = 0; u0 < units; u0 += LANES, to += LANES * P) {
+      ahead.step<1>();
       const vu x = load_units(rows[j] + 4 * u0, units - u0 < LANES ? units - u0 : LANES);
       vf scale = splat(1.0f);
       if constexpr (is_quantised(F)) {
@@ -122,6 +156,7 @@ void pack_values_f32(const uint8_t* const* rows, int slots, int dim, float* out,
       }
     }
   }
+  next = ahead;
 }
 
 // --- bf16 tiles -------------------------------------------------------------------------------------------------------
@@ -183,7 +218,8 @@ KV_INLINE void expand_pairs(__m512i x, __m512i* out) {
 }
 
 template <int F>
-void pack_keys_bf16(const uint8_t* const* rows, int slots, int dim, uint32_t* out, float* scales) {
+void pack_keys_bf16(const uint8_t* const* rows, Ahead& next, int slots, int dim, uint32_t* out, float* scales) {
+  Ahead ahead = next;
   constexpr int P = per_unit(F) / 2;
   const int units = dim / per_unit(F);
   if constexpr (is_quantised(F)) pack_scales(rows, slots, units * 4, dim / GROUP, scales);
@@ -193,6 +229,7 @@ void pack_keys_bf16(const uint8_t* const* rows, int slots, int dim, uint32_t* ou
       vu t[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; i++) t[i] = load_units(rows[k + i] + 4 * u0, n);
+      ahead.step<8>();
       transpose(t);
 #pragma GCC unroll 16
       for (int u = 0; u < 16; u++) {
@@ -204,6 +241,7 @@ void pack_keys_bf16(const uint8_t* const* rows, int slots, int dim, uint32_t* ou
       }
     }
   }
+  next = ahead;
 }
 
 // Words of two rows side by side: lane i = (word i of a, word i of b).
@@ -223,7 +261,8 @@ KV_INLINE __m512i interleave_nibbles(__m512i a, __m512i b) {
 
 // Columns come in groups of 32, so that a group has one scale: two vectors of 16 lanes.
 template <int F>
-void pack_values_bf16(const uint8_t* const* rows, int slots, int dim, uint32_t* out, float* scales) {
+void pack_values_bf16(const uint8_t* const* rows, Ahead& next, int slots, int dim, uint32_t* out, float* scales) {
+  Ahead ahead = next;
   const int columns = round_up(dim, GROUP);
   if constexpr (is_quantised(F)) pack_scales(rows, slots, dim / per_unit(F) * 4, dim / GROUP, scales);
   for (int j = 0; j < slots; j += 2) {
@@ -248,10 +287,12 @@ void pack_values_bf16(const uint8_t* const* rows, int slots, int dim, uint32_t* 
         const __m256i x = _mm256_maskz_loadu_epi32(mask, a + d), y = _mm256_maskz_loadu_epi32(mask, b + d);
         expand_pairs<F>(interleave_words(_mm512_castsi256_si512(x), _mm512_castsi256_si512(y)), pairs);
       }
+      ahead.step<1>();
       _mm512_store_si512(to, pairs[0]);
       _mm512_store_si512(to + 16, pairs[1]);
     }
   }
+  next = ahead;
 }
 #endif
 

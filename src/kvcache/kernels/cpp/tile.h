@@ -32,8 +32,8 @@ struct Segment {
   int64_t num_slots, first_position, num_rows;
 };
 
-using PackF32 = void (*)(const uint8_t* const*, int, int, float*, float*);
-using PackPairs = void (*)(const uint8_t* const*, int, int, uint32_t*, float*);
+using PackF32 = void (*)(const uint8_t* const*, Ahead&, int, int, float*, float*);
+using PackPairs = void (*)(const uint8_t* const*, Ahead&, int, int, uint32_t*, float*);
 
 // How one side is read: by which product, in which order, with which packer.
 struct Reader {
@@ -43,11 +43,11 @@ struct Reader {
   int width = 0;  // places of a packed row
   std::vector<int> order;
 
-  void pack(const uint8_t* const* rows, int slots, int dim, float* out, float* scales) const {
+  void pack(const uint8_t* const* rows, Ahead& ahead, int slots, int dim, float* out, float* scales) const {
     if (bf16)
-      pairs(rows, slots, dim, reinterpret_cast<uint32_t*>(out), scales);
+      pairs(rows, ahead, slots, dim, reinterpret_cast<uint32_t*>(out), scales);
     else
-      f32(rows, slots, dim, out, scales);
+      f32(rows, ahead, slots, dim, out, scales);
   }
 };
 
@@ -126,8 +126,9 @@ struct Buffer {
   }
 };
 
+// The decoded keys of a tile are dead when its values are decoded: both use `tile`, half as much of the first-level cache.
 struct Scratch {
-  Buffer<float> queries, keys, values, key_scales, value_scales, scores, weights, output, m, l, correction;
+  Buffer<float> queries, tile, key_scales, value_scales, scores, weights, output, m, l, correction;
   Buffer<int32_t> begins, ends;  // of each query of the task
   std::vector<Interval> seen;    // positions that some query of the task sees: disjoint, ascending
 };
@@ -140,6 +141,8 @@ struct Tile {
   int32_t lowest, highest;              // positions of the tile
   int slots;                            // rows to decode, a multiple of LANES
   bool full;                            // every one of TILE slots holds a position
+  int num_runs, num_lines;  // of its rows, and the cache lines in them
+  Run runs[2 * TILE];  // its rows, keys first
 };
 
 // The positions of the slots [begin, begin + count) of a segment, without the rows. False when nobody sees any of them.
@@ -149,9 +152,14 @@ inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen
   tile.lowest = bounds == nullptr ? first : bounds[0];
   tile.highest = bounds == nullptr ? first + count - 1 : bounds[1];
   if (!intersects(seen, tile.lowest, tile.highest)) return false;
-  for (int j = 0; j < TILE; j++)
-    tile.positions[j] = j >= count ? -1 : bounds == nullptr ? first + j : segment.positions[begin + j];
+  if (bounds == nullptr)
+    for (int j = 0; j < count; j++) tile.positions[j] = first + j;
+  else
+    std::copy_n(segment.positions + begin, count, tile.positions);
+  std::fill(tile.positions + count, tile.positions + TILE, -1);
   tile.full = bounds == nullptr && count == TILE;
+  tile.slots = round_up(count, LANES);
+  tile.num_runs = tile.num_lines = 0;
   if (bounds == nullptr && seen[0].begin <= tile.lowest && seen[0].end > tile.highest) return true;
   for (int j = 0; j < count; j++) {
     const int32_t position = tile.positions[j];
@@ -162,33 +170,37 @@ inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen
   return true;
 }
 
-// Where the rows of a placed tile lie. Slots without a position get rows of zeros.
-inline void find_rows(const Segment& segment, const Store& keys, const Store& values, int head, int64_t block_size,
-                      int64_t begin, int count, Tile& tile) {
-  for (int j = 0; j < count;) {
-    const int64_t slot = begin + j, block = segment.table[slot / block_size], offset = slot % block_size;
+// Where the rows of one side of a placed tile lie. Slots without a position get rows of zeros.
+inline void find_rows(const Segment& segment, const Store& store, int head, int64_t block_size, int64_t begin, int count,
+                      Tile& tile, const uint8_t** rows) {
+  const uint8_t* base = store.base + head * store.head_stride;
+  const int64_t bytes = row_bytes(store.format, store.dim);
+  int64_t block = begin / block_size, offset = begin % block_size;
+  for (int j = 0; j < count; block++, offset = 0) {
     const int run = int(std::min<int64_t>(block_size - offset, count - j));
-    const uint8_t* k = keys.base + block * keys.block_stride + head * keys.head_stride + offset * keys.row_stride;
-    const uint8_t* v = values.base + block * values.block_stride + head * values.head_stride + offset * values.row_stride;
-    for (int i = 0; i < run; i++) tile.keys[j + i] = k + i * keys.row_stride;
-    for (int i = 0; i < run; i++) tile.values[j + i] = v + i * values.row_stride;
+    const uint8_t* row = base + segment.table[block] * store.block_stride + offset * store.row_stride;
+    for (int i = 0; i < run; i++) rows[j + i] = row + i * store.row_stride;
+    const Run lines = {row - reinterpret_cast<uintptr_t>(row) % 64, row + (run - 1) * store.row_stride + bytes};
+    tile.runs[tile.num_runs++] = lines;
+    tile.num_lines += int((lines.end - lines.begin + 63) / 64);
     j += run;
   }
-  tile.slots = round_up(count, LANES);
   if (tile.full) return;
-  for (int j = 0; j < tile.slots; j++)
-    if (tile.positions[j] < 0) tile.keys[j] = tile.values[j] = ZERO_ROW;
+  for (int j = count; j < TILE; j++) rows[j] = ZERO_ROW;
+  for (int j = 0; j < count; j++)
+    if (tile.positions[j] < 0) rows[j] = ZERO_ROW;
 }
 
 // What all tiles of a call share.
 struct Shape {
+  Store key_store, value_store;
   Reader keys, values;
   int key_dim, value_dim;
   float scale, softcap;  // softcap 0: none
 };
 
 // scores[r] = q[r] . keys for the rows [begin, end).
-inline void score(const Shape& shape, const Scratch& s, int begin, int end) {
+inline void score(const Shape& shape, const Scratch& s, int begin, int end, Ahead& ahead) {
   const int dim = shape.key_dim;
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
@@ -196,20 +208,20 @@ inline void score(const Shape& shape, const Scratch& s, int begin, int end) {
 #if defined(KV_BF16)
     if (shape.keys.bf16) {
       const uint32_t* q = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(row) * (dim / 2);
-      const uint32_t* keys = reinterpret_cast<const uint32_t*>(s.keys.at);
+      const uint32_t* keys = reinterpret_cast<const uint32_t*>(s.tile.at);
       if (shape.keys.scaled)
-        scores_bf16<MR, true>(q, keys, s.key_scales.at, out, dim / 2);
+        scores_bf16<MR, true>(q, keys, s.key_scales.at, out, dim / 2, ahead);
       else
-        scores_bf16<MR, false>(q, keys, nullptr, out, dim / 2);
+        scores_bf16<MR, false>(q, keys, nullptr, out, dim / 2, ahead);
       return;
     }
 #endif
-    scores_f32<MR>(s.queries.at + size_t(row) * dim, s.keys.at, out, dim);
+    scores_f32<MR>(s.queries.at + size_t(row) * dim, s.tile.at, out, dim, ahead);
   });
 }
 
 // output[r] = output[r] * correction[r] + weights[r] . values for the rows [begin, end) of `num_rows`.
-inline void mix(const Shape& shape, const Scratch& s, int begin, int end, int num_rows, int slots) {
+inline void mix(const Shape& shape, const Scratch& s, int begin, int end, int num_rows, int slots, Ahead& ahead) {
   const int columns = shape.values.width;
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
@@ -218,12 +230,12 @@ inline void mix(const Shape& shape, const Scratch& s, int begin, int end, int nu
     if (shape.values.bf16) {
       const uint32_t* weights = reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(row) * (TILE / 2);
       const size_t stride = shape.values.scaled ? size_t(num_rows) * (TILE / 2) : 0;
-      mix_bf16<MR>(weights, stride, reinterpret_cast<const uint32_t*>(s.values.at), out, s.correction.at + row, columns,
-                   slots / 2);
+      mix_bf16<MR>(weights, stride, reinterpret_cast<const uint32_t*>(s.tile.at), out, s.correction.at + row, columns,
+                   slots / 2, ahead);
       return;
     }
 #endif
-    mix_f32<MR>(s.scores.at + size_t(row) * TILE, s.values.at, out, s.correction.at + row, columns, slots);
+    mix_f32<MR>(s.scores.at + size_t(row) * TILE, s.tile.at, out, s.correction.at + row, columns, slots, ahead);
   });
 }
 
@@ -280,23 +292,44 @@ inline void weigh(const Shape& shape, const Scratch& s, int row, int num_rows, i
 #endif
 }
 
+// Steps of `Ahead` that the work on a tile takes: inner iterations, a block of keys counting for 8.
+inline int work_of(const Shape& shape, int slots, int row_blocks) {
+  const auto units = [](const Store& store) { return store.dim / per_unit(store.format); };
+  const int key_blocks = slots / LANES * ((units(shape.key_store) + LANES - 1) / LANES);
+  const int score_steps = shape.keys.bf16 ? shape.key_dim / 2 * (shape.keys.scaled ? 2 : 1)
+                                          : shape.key_dim * (TILE / (VECTORS * LANES));
+  const int columns = shape.values.width;
+  int value_steps, mix_steps;
+  if (shape.values.bf16) {
+    value_steps = slots / 2 * (columns / GROUP);
+    mix_steps = slots / 2 * (shape.values.scaled ? columns / GROUP : (columns + 63) / 64);
+  } else {
+    value_steps = slots * (columns / per_unit(shape.value_store.format) / LANES);
+    mix_steps = slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
+  }
+  return 8 * key_blocks + value_steps + row_blocks * (score_steps + mix_steps);
+}
+
 // The whole of one tile for the rows of a task that see some of it: `queries` queries of `group` rows each.
-inline void run_tile(const Shape& shape, const Tile& tile, int queries, int group, const Scratch& s) {
+inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int queries, int group, const Scratch& s) {
   int first = 0, last = queries;
   while (first < last && (s.ends.at[first] <= tile.lowest || s.begins.at[first] > tile.highest)) first++;
   while (last > first && (s.ends.at[last - 1] <= tile.lowest || s.begins.at[last - 1] > tile.highest)) last--;
   if (first == last) return;
   const int begin = first * group, end = last * group, rows = queries * group;
-  shape.keys.pack(tile.keys, tile.slots, shape.key_dim, s.keys.at, s.key_scales.at);
-  score(shape, s, begin, end);
-  shape.values.pack(tile.values, tile.slots, shape.value_dim, s.values.at, s.value_scales.at);
+  const int work = work_of(shape, tile.slots, (end - begin + MAX_ROWS - 1) / MAX_ROWS);
+  Ahead ahead{next.runs, next.runs + next.num_runs, {nullptr, nullptr}, 0, 0};
+  ahead.rate = next.num_lines * 256 / work + 1;
+  shape.keys.pack(tile.keys, ahead, tile.slots, shape.key_dim, s.tile.at, s.key_scales.at);
+  score(shape, s, begin, end, ahead);
+  shape.values.pack(tile.values, ahead, tile.slots, shape.value_dim, s.tile.at, s.value_scales.at);
   for (int r = begin; r < end; r++) {
     const int q = r / group;
     soften(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, s.m.at[r], s.l.at[r],
            s.correction.at[r]);
     if (shape.values.bf16) weigh(shape, s, r, rows, tile.slots);
   }
-  mix(shape, s, begin, end, rows, tile.slots);
+  mix(shape, s, begin, end, rows, tile.slots, ahead);
 }
 
 }  // namespace kv
