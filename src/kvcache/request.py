@@ -1,0 +1,293 @@
+"""Requests: what is asked of an engine, what comes back, and the states that a request goes through. Values only.
+
+                  admit            computed             finish
+    WAITING ----------> PREFILL ----------> DECODE ----------> FINISHED
+       |  ^                   |                |
+       |  +------ preempt ----+----- preempt --+
+       +-- refuse --> REFUSED           abort, from each of the first three --> ABORTED
+
+`TRANSITIONS` is that picture as a table; what is not in it is a bug, and `advance` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, TypeAlias, final
+
+from kvcache.errors import CorruptState, KVCacheError
+from kvcache.spec import Match, integer
+
+__all__ = [
+    "TRANSITIONS",
+    "Action",
+    "Completion",
+    "Event",
+    "Finished",
+    "Logprob",
+    "MediaInput",
+    "Request",
+    "RequestRefused",
+    "SamplingParams",
+    "State",
+    "Token",
+    "TokenLogprobs",
+    "advance",
+]
+
+
+class RequestRefused(KVCacheError):
+    """The request cannot be served even alone. `needed` and `available` count tokens."""
+
+    def __init__(self, request_id: str, needed: int, available: int, what: str) -> None:
+        self.request_id = request_id
+        self.needed = needed
+        self.available = available
+        self.what = what
+        super().__init__(
+            f"request {request_id!r} needs {needed} tokens and {what} holds {available}; shorten the prompt, or give "
+            f"the engine more kv_bytes or a model with a longer context"
+        )
+
+    def __reduce__(self) -> tuple[type[RequestRefused], tuple[str, int, int, str]]:
+        return type(self), (self.request_id, self.needed, self.available, self.what)
+
+
+def _fraction(value: object, what: str, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected a number")
+    if not low <= value <= high:  # also false for NaN
+        raise ValueError(f"{what} is {value}; expected a number from {low} to {high}")
+    return float(value)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen, and when to stop. The defaults are greedy.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: as transformers defines them. seed: of this request alone;
+    None takes entropy from the system. Penalties: repetition as transformers (1 is off), the others as OpenAI (0 is off).
+    stop: texts that end the output, not part of it. stop_token_ids: tokens that do; ignore_eos: the model's own do not.
+    logprobs: log-probabilities of the chosen token and of this many likeliest ones; None: none at all.
+    n: completions; best_of: how many are sampled to choose the n likeliest from (at least n; None: n).
+    context_shift: when the context is full, forget half of it instead of ending, but keep the first `keep` tokens.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    context_shift: bool = False
+    keep: int = 0
+
+    def __post_init__(self) -> None:
+        integer(self.max_tokens, "max_tokens", minimum=1)
+        _fraction(self.temperature, "temperature", 0.0, 100.0)
+        if not _fraction(self.top_p, "top_p", 0.0, 1.0):
+            raise ValueError("top_p is 0; expected a share of the probability above 0, up to 1")
+        integer(self.top_k, "top_k")
+        _fraction(self.min_p, "min_p", 0.0, 1.0)
+        if self.seed is not None:
+            integer(self.seed, "seed", minimum=-(2**63))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop is {self.stop!r}; expected texts that are not empty")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(
+            self, "stop_token_ids", tuple(integer(token, "a token in stop_token_ids") for token in self.stop_token_ids)
+        )
+        if not _fraction(self.repetition_penalty, "repetition_penalty", 0.0, 100.0):
+            raise ValueError("repetition_penalty is 0; expected a factor above 0 (1 is off)")
+        _fraction(self.presence_penalty, "presence_penalty", -2.0, 2.0)
+        _fraction(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+        if self.logprobs is not None:
+            integer(self.logprobs, "logprobs")
+        integer(self.n, "n", minimum=1)
+        if self.best_of is not None and integer(self.best_of, "best_of", minimum=1) < self.n:
+            raise ValueError(f"best_of is {self.best_of} and n is {self.n}; expected best_of of at least n")
+        integer(self.keep, "keep")
+
+    @property
+    def num_samples(self) -> int:
+        """Completions that are computed."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaInput:
+    """An image, a sound or a source text of a request.
+
+    It stands at token `index` of the prompt; `key` identifies its content, and `states` [n, hidden] is what
+    `Engine.encode` made of it.
+    """
+
+    index: int
+    key: Hashable
+    states: Any
+
+    def __post_init__(self) -> None:
+        integer(self.index, "MediaInput.index")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt, text or token ids, and what is wanted of it.
+
+    id: the caller's name for it, unique among those under way. priority: higher goes first; equal ones first come first
+    served. salt: prompts share cached prefixes only under equal salts. media: in the order of their index.
+    """
+
+    id: str
+    prompt: str | Sequence[int]
+    params: SamplingParams = SamplingParams()
+    priority: int = 0
+    salt: str | None = None
+    media: Sequence[MediaInput] = ()
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.id, str) and self.id):
+            raise TypeError(f"Request.id is {self.id!r}; expected a text that is not empty")
+        if not isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", tuple(integer(token, "a token of the prompt") for token in self.prompt))
+        if not isinstance(self.params, SamplingParams):
+            raise TypeError(f"Request.params is {type(self.params).__name__}; expected SamplingParams")
+        integer(self.priority, "Request.priority", minimum=-(2**31))
+        if self.salt is not None and not isinstance(self.salt, str):
+            raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
+        object.__setattr__(self, "media", tuple(self.media))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token and the natural logarithm of its probability (of the model's own distribution, before temperature)."""
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token's, and those of the likeliest ones, in falling order."""
+
+    chosen: Logprob
+    top: tuple[Logprob, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. `text` is what can be shown by now: never half a character, nor what may become a stop text.
+
+    index: which of the request's `n` completions.
+    """
+
+    token_id: int
+    text: str
+    request_id: str = ""
+    index: int = 0
+    logprobs: TokenLogprobs | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished output.
+
+    finish_reason: "stop" (end token or stop text), "length" (max_tokens, or the context is full), "abort".
+    cached_tokens: how many of the prompt's tokens were not computed. time_to_first_token, seconds: since the request
+    was added; the first is `seconds` where no token came. match: why not more of the prompt was cached.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    time_to_first_token: float
+    seconds: float
+    request_id: str = ""
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    match: Match | None = None
+    num_preemptions: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of one completion. `is_last`: of its request (there are `n`)."""
+
+    completion: Completion
+    request_id: str = ""
+    index: int = 0
+    is_last: bool = True
+
+
+Event: TypeAlias = Token | Finished
+
+
+class State(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+
+
+class Action(Enum):
+    """What happens to a request."""
+
+    ADMIT = "admit"
+    COMPUTED = "computed"
+    PREEMPT = "preempt"
+    FINISH = "finish"
+    ABORT = "abort"
+    REFUSE = "refuse"
+
+
+TRANSITIONS: Final[Mapping[tuple[State, Action], State]] = {
+    (State.WAITING, Action.ADMIT): State.PREFILL,
+    (State.WAITING, Action.REFUSE): State.REFUSED,
+    (State.WAITING, Action.ABORT): State.ABORTED,
+    (State.PREFILL, Action.COMPUTED): State.DECODE,
+    (State.PREFILL, Action.PREEMPT): State.WAITING,
+    (State.PREFILL, Action.ABORT): State.ABORTED,
+    (State.DECODE, Action.PREEMPT): State.WAITING,
+    (State.DECODE, Action.FINISH): State.FINISHED,
+    (State.DECODE, Action.ABORT): State.ABORTED,
+}
+
+
+def advance(state: State, action: Action) -> State:
+    """The next state. Raises `CorruptState` for an action that the state does not allow."""
+    try:
+        return TRANSITIONS[state, action]
+    except KeyError:
+        allowed = ", ".join(a.value for s, a in TRANSITIONS if s is state) or "nothing: it is final"
+        raise CorruptState(f"a request in state {state.value!r} met {action.value!r}; it allows {allowed}") from None
