@@ -241,6 +241,16 @@ class RecurrentCache(Cache):
             integer(sequence, "sequence", minimum=-(2**63)), self._lifecycle.limits, self, "RecurrentCache"
         )
 
+    def keep(self, sequence: int, at_most: int) -> None:
+        """Make the state where `sequence` stands a checkpoint, now; of its lowest ones none beyond `at_most` stay."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        known = self._sequences.get(sequence)
+        if known is None or known.live is None or not known.end:
+            return
+        known.checkpoints[known.end] = dict(known.live)
+        for point in sorted(known.checkpoints)[: -integer(at_most, "at_most", minimum=1)]:
+            del known.checkpoints[point]
+
     def usage(self) -> Usage:
         self._lifecycle.limits  # noqa: B018  raises when closed
         arrays = {

@@ -310,6 +310,8 @@ class GenerateCache(TransformersCache):
             self._undo(current)
         else:
             self._pool.settle()
+            if current.num_columns > 1 and not self._records:
+                self._pool.keep_states(current.sequences)  # the end of a prompt: where the next one may leave
 
     def num_skipped(self, tokens: Tensor) -> int:
         """See `hooks.Listener`: models that take `cache_params` are fed the whole prompt after `reuse`."""

@@ -31,6 +31,10 @@ MAX_WINDOW_BATCH = 512
 """Tokens of one pass, for each sequence of the pool, that windowed members with smaller windows store whole."""
 
 
+MAX_CHECKPOINTS = 4
+"""Ends of prompts, for each row, at which states are kept: one for each of the last turns of a conversation."""
+
+
 class NewTokens(NamedTuple):
     """Tokens that a pass adds to one sequence: positions [begin, end), at least one."""
 
@@ -218,6 +222,12 @@ class Pool:
             for key, state in states.items():
                 self.states.set_layer(key)
                 self.states.put(state[filled], None)
+
+    def keep_states(self, sequences: Sequence[int]) -> None:
+        """Make checkpoints where these sequences stand, for layers that keep states."""
+        if self.layout.has_states:
+            for sequence in sequences:
+                self.states.keep(sequence, MAX_CHECKPOINTS)
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence, forgotten ones included."""
