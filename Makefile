@@ -23,7 +23,7 @@ help:
 	@sed -n '2,/^[^#]/s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
-	$(bin)/kvcache run demo --prompt "$(PROMPT)" --max-tokens 48
+	$(bin)/kvcache run demo --prompt "$(PROMPT)" --prompt "$(PROMPT) there was a king" --max-tokens 48
 
 # pytest comes last, so that its summary is the last line. --pyargs kvcache: doctests of the installed package.
 test: $(VENV)/.installed-dev
