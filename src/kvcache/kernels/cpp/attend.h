@@ -1,14 +1,15 @@
 // Attention over paged storage: the division of the work, and its reunion.
 //
-// Work is cut twice. A *task* is one key/value head with some queries of one segment; its rows are those queries times
-// the query heads of the group, so that a tile is decoded once for all of them. The slots of a task are cut into
+// Work is cut twice. A *task* is some queries of one segment with some key/value heads; its rows are heads times queries
+// times the query heads of a group, so that a tile is decoded once for all that read it. With few rows a task has many
+// heads, because the heads of a block lie side by side and memory is fastest where it is read in long runs: 4 KB here and
+// there come at a third of the speed of 128 KB. The slots of a task are cut into
 // *chunks*, each with a softmax of its own, merged at the end (flash-decoding). A task of few rows is bound by memory;
 // its chunks lie on a fixed grid of slots, so that the result of a decoding sequence depends neither on its companions
 // nor on the number of threads. An *item* is a run of chunks of one task: threads take items from a common counter, and
 // who finishes the last item of a task merges it.
 //
-//   1 sequence of 2500 slots, 2 heads, decode:   task (head 0)  chunks [0,1024) [1024,2048) [2048,2500)
-//                                                task (head 1)  chunks [0,1024) [1024,2048) [2048,2500)
+//   1 sequence of 1200 slots, 2 heads, decode:   task (heads 0, 1)  chunks [0,512) [512,1024) [1024,1200)
 //
 // Bytes moved: the rows of the visible slots, keys and values, once per task; all else stays in a core's caches.
 #pragma once
@@ -22,7 +23,7 @@
 
 namespace kv {
 
-constexpr int CHUNK = 1024;     // slots; a multiple of TILE
+constexpr int CHUNK = 512;      // slots; a multiple of TILE
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
 constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
 
@@ -45,7 +46,7 @@ struct Problem {
 };
 
 struct Task {
-  int segment, head;
+  int segment, head_begin, head_end;
   int query_begin, query_end;                  // of the segment's rows
   int64_t slot_begin, slot_end;                // what any of its queries sees
   int64_t first_chunk, num_chunks, chunk_size; // chunk c holds the slots [c, c + 1) * chunk_size
@@ -89,11 +90,13 @@ class Attention {
   std::unique_ptr<std::atomic<int64_t>[]> remaining;  // chunks of each task that are not done
   std::unique_ptr<float[]> partial_output, partial_m, partial_l;
 
-  int rows_of(const Task& task) const { return (task.query_end - task.query_begin) * p.group; }
+  int rows_of_head(const Task& task) const { return (task.query_end - task.query_begin) * p.group; }
+  int rows_of(const Task& task) const { return rows_of_head(task) * (task.head_end - task.head_begin); }
 
   // --- the plan: O(queries + items) ---
 
-  void plan_segment(int index) {
+  // `most_heads`: of a task, so that there are tasks for all threads.
+  void plan_segment(int index, int most_heads) {
     const Segment& segment = p.segments[index];
     const int queries_per_task = std::max(1, TASK_ROWS / p.group);
     for (int64_t q = 0; q < segment.num_rows; q += queries_per_task) {
@@ -103,20 +106,24 @@ class Attention {
         lowest = std::min<int64_t>(lowest, p.begins[segment.rows[i]]);
         highest = std::max<int64_t>(highest, p.ends[segment.rows[i]]);
       }
-      Task task{index, 0, int(q), int(end), 0, segment.num_slots, 0, 1, 0, 0, 0};
+      Task task{index, 0, 1, int(q), int(end), 0, segment.num_slots, 0, 1, 0, 0, 0};
       if (segment.positions == nullptr) {
         task.slot_begin = std::clamp<int64_t>(lowest - segment.first_position, 0, segment.num_slots);
         task.slot_end = std::clamp<int64_t>(highest - segment.first_position, task.slot_begin, segment.num_slots);
       }
-      task.cost = (task.slot_end - task.slot_begin + TILE) * (FEW_ROWS + rows_of(task));
-      for (task.head = 0; task.head < p.heads; task.head++) tasks.push_back(task);
+      const int heads = rows_of(task) > FEW_ROWS ? 1 : std::min(most_heads, std::max(1, TASK_ROWS / rows_of(task)));
+      for (int h = 0; h < p.heads; h += heads) {
+        task.head_begin = h, task.head_end = std::min(h + heads, p.heads);
+        task.cost = (task.slot_end - task.slot_begin + TILE) * (task.head_end - h) * (FEW_ROWS + rows_of_head(task));
+        tasks.push_back(task);
+      }
     }
   }
 
   void cut_into_chunks(Task& task, int64_t target, int64_t& partial_rows) {
     const int64_t slots = task.slot_end - task.slot_begin;
     task.chunk_size = CHUNK;
-    if (rows_of(task) > FEW_ROWS) {
+    if (rows_of_head(task) > FEW_ROWS) {
       const int64_t pieces = std::clamp<int64_t>(task.cost / target, 1, (slots + CHUNK - 1) / CHUNK + 1);
       task.chunk_size = pieces == 1 ? std::max<int64_t>(task.slot_end, 1) : (slots + pieces - 1) / pieces;
       task.chunk_size = (task.chunk_size + TILE - 1) / TILE * TILE;
@@ -129,7 +136,11 @@ class Attention {
   }
 
   void plan(int threads) {
-    for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s));
+    int64_t slots = 0;
+    for (int64_t s = 0; s < p.num_segments; s++) slots += p.segments[s].num_slots;
+    const int64_t chunks = std::max<int64_t>(p.num_segments, slots / CHUNK);  // about; windows make them fewer
+    const int most_heads = int(std::clamp<int64_t>(p.heads * chunks / (4 * threads), 1, p.heads));
+    for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s), most_heads);
     int64_t total = 0, partial_rows = 0;
     for (const Task& task : tasks) total += task.cost;
     const int64_t target = std::max<int64_t>(total / (threads * 8), 1);
@@ -153,15 +164,15 @@ class Attention {
   // --- the work of one thread ---
 
   void reserve(const Task& task, Scratch& s) const {
-    const size_t rows = size_t(rows_of(task));
+    const size_t rows = size_t(rows_of(task)), scores = size_t(rows_of_head(task));
     s.queries.reserve(rows * shape.key_dim);
     s.tile.reserve(size_t(TILE) * std::max(shape.key_dim, shape.values.width));
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
-    s.scores.reserve(rows * TILE);
-    if (shape.values.bf16) s.weights.reserve(rows * (TILE / 2) * (shape.values.scaled ? shape.value_dim / GROUP : 1));
+    s.scores.reserve(scores * TILE);
+    if (shape.values.bf16) s.weights.reserve(scores * (TILE / 2) * (shape.values.scaled ? shape.value_dim / GROUP : 1));
     s.output.reserve(rows * shape.values.width);
-    s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(rows);
+    s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(scores);
     s.begins.reserve(size_t(task.query_end - task.query_begin));
     s.ends.reserve(size_t(task.query_end - task.query_begin));
   }
@@ -173,11 +184,13 @@ class Attention {
     float* to = s.queries.at;
     uint16_t* to_bf16 = reinterpret_cast<uint16_t*>(s.queries.at);
     for (int q = task.query_begin; q < task.query_end; q++) {
-      const int64_t row = segment.rows[q];
-      s.begins.at[q - task.query_begin] = std::max(p.begins[row], 0);  // an empty slot has position -1
-      s.ends.at[q - task.query_begin] = p.ends[row];
-      for (int g = 0; g < p.group; g++, to += dim, to_bf16 += dim) {
-        const int64_t at = row * p.queries.row_stride + (int64_t(task.head) * p.group + g) * p.queries.head_stride;
+      s.begins.at[q - task.query_begin] = std::max(p.begins[segment.rows[q]], 0);  // an empty slot has position -1
+      s.ends.at[q - task.query_begin] = p.ends[segment.rows[q]];
+    }
+    for (int h = task.head_begin; h < task.head_end; h++)
+      for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
+        const int64_t row = segment.rows[task.query_begin + r / p.group];
+        const int64_t at = row * p.queries.row_stride + (int64_t(h) * p.group + r % p.group) * p.queries.head_stride;
         const float* f32 = static_cast<const float*>(p.queries.base) + at;
         const uint16_t* half = static_cast<const uint16_t*>(p.queries.base) + at;
         if (shape.keys.bf16)
@@ -189,22 +202,26 @@ class Attention {
         else
           for (int i = 0; i < dim; i++) to[i] = f16_to_float(half[order[i]]);
       }
-    }
     unite(s.begins.at, s.ends.at, task.query_end - task.query_begin, s.seen);
   }
 
-  // Fills `tile` with the next slots at or after `slot` that some query sees; false when there are none before `end`.
+  // Places `tile` at the next slots at or after `slot` that some query sees; false when there are none before `end`.
   bool next_tile(const Task& task, const Scratch& s, int64_t& slot, int64_t end, Tile& tile) const {
-    const Segment& segment = p.segments[task.segment];
     for (; slot < end; slot += TILE) {
       const int count = int(std::min<int64_t>(TILE, end - slot));
-      if (!place_tile(segment, s.seen, slot, count, tile)) continue;
-      find_rows(segment, p.keys, task.head, p.block_size, slot, count, tile, tile.keys);
-      find_rows(segment, p.values, task.head, p.block_size, slot, count, tile, tile.values);
+      if (!place_tile(p.segments[task.segment], s.seen, slot, count, tile)) continue;
+      find_rows(task, task.head_begin, tile);
       slot += TILE;
       return true;
     }
     return false;
+  }
+
+  void find_rows(const Task& task, int head, Tile& tile) const {
+    tile.head = head;
+    tile.num_runs = tile.num_lines = 0;
+    kv::find_rows(p.segments[task.segment], p.keys, head, p.block_size, tile, tile.keys);
+    kv::find_rows(p.segments[task.segment], p.values, head, p.block_size, tile, tile.values);
   }
 
   void run_chunk(const Task& task, int64_t chunk, const Scratch& s) const {
@@ -217,10 +234,16 @@ class Attention {
     Tile tiles[2];
     bool more = next_tile(task, s, slot, end, tiles[0]);
     for (int at = 0; more; at ^= 1) {
-      more = next_tile(task, s, slot, end, tiles[at ^ 1]);
+      const Tile& tile = tiles[at];
       Tile& next = tiles[at ^ 1];
-      if (!more) next.num_runs = next.num_lines = 0;
-      run_tile(shape, tiles[at], next, queries, p.group, s);
+      if (tile.head + 1 < task.head_end) {
+        copy_place(tile, next);
+        find_rows(task, tile.head + 1, next);
+      } else {
+        more = next_tile(task, s, slot, end, next);
+        if (!more) next.num_runs = next.num_lines = 0;
+      }
+      run_tile(shape, tile, next, (tile.head - task.head_begin) * rows_of_head(task), queries, p.group, s);
     }
   }
 
@@ -269,7 +292,7 @@ class Attention {
     const int* order = shape.values.order.data();
     float values[MAX_DIM + 1];
     for (int r = 0; r < rows; r++) {
-      const int64_t head = int64_t(task.head) * p.group + r % p.group;
+      const int64_t head = int64_t(task.head_begin + r / rows_of_head(task)) * p.group + r % p.group;
       float l = s.l.at[r], factor = 1.0f;
       if (p.sinks != nullptr) {
         const float sink = p.sinks[head] * LOG2E, top = std::max(s.m.at[r], sink);
@@ -279,7 +302,8 @@ class Attention {
       factor = l > 0.0f ? factor / l : 0.0f;
       const float* from = s.output.at + size_t(r) * width;
       for (int c = 0; c < width; c++) values[order[c] < 0 ? MAX_DIM : order[c]] = from[c] * factor;
-      const int64_t to = segment.rows[task.query_begin + r / p.group] * p.output.row_stride + head * p.output.head_stride;
+      const int64_t to = segment.rows[task.query_begin + r % rows_of_head(task) / p.group] * p.output.row_stride +
+                         head * p.output.head_stride;
       float* f32 = static_cast<float*>(p.output.base) + to;
       uint16_t* half = static_cast<uint16_t*>(p.output.base) + to;
       if (p.output.format == F32)

@@ -136,6 +136,8 @@ struct Scratch {
 alignas(64) inline const uint8_t ZERO_ROW[MAX_DIM * 4 + 64] = {};
 
 struct Tile {
+  int64_t begin;  // its slots are [begin, begin + count) of the segment
+  int count, head;
   const uint8_t *keys[TILE], *values[TILE];
   alignas(64) int32_t positions[TILE];  // -1: must not be seen
   int32_t lowest, highest;              // positions of the tile
@@ -149,6 +151,7 @@ struct Tile {
 inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen, int64_t begin, int count, Tile& tile) {
   const int32_t first = int32_t(segment.first_position + begin);
   const int32_t* bounds = segment.positions == nullptr ? nullptr : segment.bounds + begin / TILE * 2;
+  tile.begin = begin, tile.count = count;
   tile.lowest = bounds == nullptr ? first : bounds[0];
   tile.highest = bounds == nullptr ? first + count - 1 : bounds[1];
   if (!intersects(seen, tile.lowest, tile.highest)) return false;
@@ -159,7 +162,6 @@ inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen
   std::fill(tile.positions + count, tile.positions + TILE, -1);
   tile.full = bounds == nullptr && count == TILE;
   tile.slots = round_up(count, LANES);
-  tile.num_runs = tile.num_lines = 0;
   if (bounds == nullptr && seen[0].begin <= tile.lowest && seen[0].end > tile.highest) return true;
   for (int j = 0; j < count; j++) {
     const int32_t position = tile.positions[j];
@@ -170,12 +172,19 @@ inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen
   return true;
 }
 
+inline void copy_place(const Tile& from, Tile& to) {
+  to.begin = from.begin, to.count = from.count, to.slots = from.slots, to.full = from.full;
+  to.lowest = from.lowest, to.highest = from.highest;
+  std::copy_n(from.positions, TILE, to.positions);
+}
+
 // Where the rows of one side of a placed tile lie. Slots without a position get rows of zeros.
-inline void find_rows(const Segment& segment, const Store& store, int head, int64_t block_size, int64_t begin, int count,
-                      Tile& tile, const uint8_t** rows) {
+inline void find_rows(const Segment& segment, const Store& store, int head, int64_t block_size, Tile& tile,
+                      const uint8_t** rows) {
+  const int count = tile.count;
   const uint8_t* base = store.base + head * store.head_stride;
   const int64_t bytes = row_bytes(store.format, store.dim);
-  int64_t block = begin / block_size, offset = begin % block_size;
+  int64_t block = tile.begin / block_size, offset = tile.begin % block_size;
   for (int j = 0; j < count; block++, offset = 0) {
     const int run = int(std::min<int64_t>(block_size - offset, count - j));
     const uint8_t* row = base + segment.table[block] * store.block_stride + offset * store.row_stride;
@@ -199,15 +208,15 @@ struct Shape {
   float scale, softcap;  // softcap 0: none
 };
 
-// scores[r] = q[r] . keys for the rows [begin, end).
-inline void score(const Shape& shape, const Scratch& s, int begin, int end, Ahead& ahead) {
+// scores[r] = q[base + r] . keys for the rows [begin, end) of one head, whose rows begin at `base`.
+inline void score(const Shape& shape, const Scratch& s, int base, int begin, int end, Ahead& ahead) {
   const int dim = shape.key_dim;
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
     float* out = s.scores.at + size_t(row) * TILE;
 #if defined(KV_BF16)
     if (shape.keys.bf16) {
-      const uint32_t* q = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(row) * (dim / 2);
+      const uint32_t* q = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base + row) * (dim / 2);
       const uint32_t* keys = reinterpret_cast<const uint32_t*>(s.tile.at);
       if (shape.keys.scaled)
         scores_bf16<MR, true>(q, keys, s.key_scales.at, out, dim / 2, ahead);
@@ -216,16 +225,17 @@ inline void score(const Shape& shape, const Scratch& s, int begin, int end, Ahea
       return;
     }
 #endif
-    scores_f32<MR>(s.queries.at + size_t(row) * dim, s.tile.at, out, dim, ahead);
+    scores_f32<MR>(s.queries.at + size_t(base + row) * dim, s.tile.at, out, dim, ahead);
   });
 }
 
-// output[r] = output[r] * correction[r] + weights[r] . values for the rows [begin, end) of `num_rows`.
-inline void mix(const Shape& shape, const Scratch& s, int begin, int end, int num_rows, int slots, Ahead& ahead) {
+// output[base + r] = output[base + r] * correction[r] + weights[r] . values for the rows [begin, end) of `num_rows`.
+inline void mix(const Shape& shape, const Scratch& s, int base, int begin, int end, int num_rows, int slots,
+                Ahead& ahead) {
   const int columns = shape.values.width;
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
-    float* out = s.output.at + size_t(row) * columns;
+    float* out = s.output.at + size_t(base + row) * columns;
 #if defined(KV_BF16)
     if (shape.values.bf16) {
       const uint32_t* weights = reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(row) * (TILE / 2);
@@ -310,8 +320,9 @@ inline int work_of(const Shape& shape, int slots, int row_blocks) {
   return 8 * key_blocks + value_steps + row_blocks * (score_steps + mix_steps);
 }
 
-// The whole of one tile for the rows of a task that see some of it: `queries` queries of `group` rows each.
-inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int queries, int group, const Scratch& s) {
+// The whole of one tile of one head, for the rows that see some of it: `queries` queries of `group` rows each, of which the
+// first is the task's row `base`. Meanwhile `next` is fetched.
+inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int base, int queries, int group, const Scratch& s) {
   int first = 0, last = queries;
   while (first < last && (s.ends.at[first] <= tile.lowest || s.begins.at[first] > tile.highest)) first++;
   while (last > first && (s.ends.at[last - 1] <= tile.lowest || s.begins.at[last - 1] > tile.highest)) last--;
@@ -321,15 +332,15 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
   Ahead ahead{next.runs, next.runs + next.num_runs, {nullptr, nullptr}, 0, 0};
   ahead.rate = next.num_lines * 256 / work + 1;
   shape.keys.pack(tile.keys, ahead, tile.slots, shape.key_dim, s.tile.at, s.key_scales.at);
-  score(shape, s, begin, end, ahead);
+  score(shape, s, base, begin, end, ahead);
   shape.values.pack(tile.values, ahead, tile.slots, shape.value_dim, s.tile.at, s.value_scales.at);
   for (int r = begin; r < end; r++) {
     const int q = r / group;
-    soften(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, s.m.at[r], s.l.at[r],
-           s.correction.at[r]);
+    soften(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, s.m.at[base + r],
+           s.l.at[base + r], s.correction.at[r]);
     if (shape.values.bf16) weigh(shape, s, r, rows, tile.slots);
   }
-  mix(shape, s, begin, end, rows, tile.slots, ahead);
+  mix(shape, s, base, begin, end, rows, tile.slots, ahead);
 }
 
 }  // namespace kv
