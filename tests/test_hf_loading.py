@@ -488,10 +488,12 @@ def test_unknown_names(llama_file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ModelNotFound, match=r"(?s)no model 'no/such'.*Tried: the path .*no/such.*couldn't connect.*hub id"
     ):
         load("no/such")
+    with pytest.raises(ModelNotFound, match=r"no model 'dmeo'.*did you mean demo\?"):
+        load("dmeo")
     near = llama_file.parent / "lama.gguf"
     with pytest.raises(ModelNotFound, match=r"lama\.gguf does not exist; did you mean llama\.gguf\?"):
         load(near)
-    with pytest.raises(ModelNotFound, match=r"/nowhere does not exist either"):
+    with pytest.raises(ModelNotFound, match=r"/nowhere/at/all does not exist \(nor does /nowhere\)"):
         load("/nowhere/at/all")
     with pytest.raises(NotSupported, match=r"does not end in \.gguf"):
         load(__file__)

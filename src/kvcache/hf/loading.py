@@ -215,7 +215,7 @@ def _explained(source: Path | str, what: str) -> Iterator[None]:
         if isinstance(source, Path):
             raise CorruptFile(f"{source}: {what} cannot be read: {reason}") from error
         raise ModelNotFound(
-            f"no model {source!r}. Tried: the path {Path(source).absolute()} (does not exist{similar(Path(source))}); "
+            f"no model {source!r}. Tried: the path {Path(source).absolute()} (does not exist{similar(Path(source))}), "
             f"the Hugging Face hub ({reason}). Expected 'demo', a .gguf file, a folder with config.json, or a hub id "
             f"that is in the local hub cache or reachable (log in for gated models: `hf auth login`)"
         ) from error

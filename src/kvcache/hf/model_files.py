@@ -49,18 +49,19 @@ def locate(text: str) -> Path | str:
     # A hub id has at most one slash and none of our endings; what cannot be one was meant as a path, and so was a
     # name whose first part is a folder here.
     if text.endswith(".gguf") or not _HUB_ID.fullmatch(text) or (path.parent != Path() and path.parent.is_dir()):
-        raise ModelNotFound(f"{path.absolute()} does not exist{similar(path)}; expected a .gguf file or a folder")
+        gone = [each for each in path.absolute().parents if not each.exists()]
+        where = f" (nor does {gone[-1]})" if gone else similar(path)
+        raise ModelNotFound(f"{path.absolute()} does not exist{where}; expected a .gguf file or a folder")
     return text
 
 
 def similar(path: Path) -> str:
-    """The end of a sentence: names beside `path` that it may have been meant for, or the parent that is missing."""
+    """The end of a sentence: names beside `path`, or `demo`, that it may have been meant for; else nothing."""
+    names = ["demo"] if path.parent == Path() else []
     with contextlib.suppress(OSError):
-        close = difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.iterdir()], 3)
-        if close:
-            return f"; did you mean {' or '.join(close)}?"
-    missing = [each for each in path.absolute().parents if not each.exists()]
-    return f" ({missing[-1]} does not exist either)" if missing else ""
+        names += [each.name for each in path.absolute().parent.iterdir()]
+    close = difflib.get_close_matches(path.name, names, 3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _folder(folder: Path) -> Path:
