@@ -22,10 +22,10 @@ NUM_DECODES = 3
 
 
 def built(family: Family, attn_implementation: str | None = None) -> Any:
-    """A model of the family with smaller weights: logits reach 2 to 3, as in the measurements that the bound comes from.
+    """A model of the family with smaller weights: logits reach 2 to 3, as where the bound was measured.
 
-    With the full ones they reach 10 (T5: 270), and float32 alone strays by 6e-5 from float64 (T5: 7e-2). Qwen3-Next's delta
-    rule, in other chunks, strays by 2.2e-5 within transformers itself (DynamicCache): its head is halved once more.
+    With the full ones they reach 10 (T5: 270), and float32 alone strays by 6e-5 from float64 (T5: 7e-2). Qwen3-Next's
+    delta rule, in other chunks, strays by 2.2e-5 within transformers itself (DynamicCache): its head is halved again.
     """
     matrices, head = {"t5": (0.2, 0.04), "qwen3_next": (0.5, 0.25)}.get(family.name, (0.5, 0.5))
     model = family.build(attn_implementation)
@@ -191,7 +191,7 @@ def scenario_after_prefill(world: World, runner: Runner) -> Iterator[float]:
     yield world.difference(runner, {3: (d, d + 1), 1: (b + 1, b + 2), 0: (a + 1, a + 2), 2: (c + 1, c + 2)})
 
 
-# --- negative controls: the same comparison, with one feature left out, must fail --------------------------------------
+# --- negative controls: the same comparison, with one feature left out, must fail -------------------------------------
 
 
 def ignoring(monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
@@ -252,7 +252,7 @@ def test_negative_control(name: str, feature: str, monkeypatch: pytest.MonkeyPat
     assert max(differences) > 10 * TOLERANCE, differences
 
 
-# --- the contract ------------------------------------------------------------------------------------------------------
+# --- the contract -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_packed_prompts_complete_as_each_does_alone(demo: Loaded) -> None:
                     ids[i].append(int(seen[i][-1].argmax()))
         runner.cache.check()
         num_tokens = [member.usage().sequences[2].num_tokens for member in runner.members]
-        assert min(num_tokens) < 640 < len(ids[2]) - 1 == max(num_tokens)  # the sliding member forgot, the full one has all
+        assert min(num_tokens) < 640 < len(ids[2]) - 1 == max(num_tokens)  # one forgot, one has all
     for number, rows in enumerate(seen):
         torch.testing.assert_close(torch.stack(rows), expected[number], atol=1e-3, rtol=0)
         assert torch.equal(torch.stack(rows).argmax(-1), expected[number].argmax(-1))

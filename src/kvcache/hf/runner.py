@@ -1,4 +1,4 @@
-"""The packed runner: several ragged sequences, prefills and decodes mixed, in one `[1,T]` forward of an unmodified model.
+"""The packed runner: ragged sequences, prefills and decodes mixed, in one `[1,T]` forward of an unmodified model.
 
     runner = Runner(model, capacity=4096, max_sequences=16)
     logits = runner.forward([
@@ -8,16 +8,18 @@
 
 What one forward does, for any number of layers:
 
-    Batch -> cache.start_forward -> model(input_ids [1,T], position_ids [1,T], our cache) -> logits of the rows asked for
+    Batch -> cache.start_forward -> model(input_ids [1,T], position_ids [1,T], our cache) -> logits of the rows asked
                                        each layer: update -> put, attention -> attend     (hf/runner_host.py)
 
-| models                                         | calls of the model per forward                                          |
-|------------------------------------------------|-------------------------------------------------------------------------|
-| attention through transformers' interface      | one, `[1,T]`                                                            |
-| with recurrent layers (their code would mix the sequences of a row), or with attention of their own | one `[B,1]` for all decodes, one `[1,n]` per prefill |
+| models                                                   | calls of the model per forward                       |
+|----------------------------------------------------------|------------------------------------------------------|
+| attention through transformers' interface                | one, `[1,T]`                                         |
+| recurrent layers (their code would mix a row's sequences) | one `[B,1]` for all decodes, one `[1,n]` per prefill |
+| attention of their own (BLOOM)                           | the same                                             |
 
-**A forward that raises has changed nothing**: the cache is taken back to where each sequence stood. One exception: tokens that
-a *sliding* layer of a model of the second kind forgot in an earlier call of the same forward; such a sequence is removed.
+**A forward that raises takes the cache back** to where each sequence stood; only what spans no longer need there may
+have been forgotten. One exception: where a model needs several calls, a sliding layer may have forgotten too much for
+that in the calls that went well; such a sequence is removed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Self, final
 
 import torch
 from torch import Tensor
@@ -36,10 +38,10 @@ from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, Recurr
 from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout, dtype_name, layout_of
 from kvcache.hf.runner_call import ModelCall
-from kvcache.spans import Chunked, Sliding, Span
+from kvcache.spans import Sliding, Span
 from kvcache.spec import Batch, Media, integer
 
-__all__ = ["EncoderStates", "Runner", "Work"]
+__all__ = ["EncoderStates", "Runner", "Work", "members_of"]
 
 # Sequence ids under which recurrent states are kept while a forward is under way.
 _KEPT = -(2**62)
@@ -48,7 +50,7 @@ _KEPT = -(2**62)
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderStates:
-    """What an encoder made of one image, sound or source text: states [n, hidden], standing at `tokens[index]` of its work.
+    """What an encoder made of one image, sound or source text: states [n, hidden], standing at `tokens[index]`.
 
     `key` identifies the content (equal keys, equal content). `Runner.encode` makes the states.
     """
@@ -78,11 +80,10 @@ class Work:
 class Runner:
     """Runs a transformers model over a cache of ours. Not thread-safe. Close it to give the model its attention back.
 
-    cache: initialised, with one `CausalCache` per distinct span of the model in order of first appearance, then a
-        `RecurrentCache` where it has states, then an `EncoderCache` where it has cross attention (`Runner.members` lists
-        them); a lone `CausalCache` where that is all. Its `max_batch` bounds a forward. It stays the caller's.
-    capacity, dtype, max_sequences, max_batch, block_size, memory, checkpoints: of the cache that is made when none is given
-        (`capacity` is required then, dtype "auto" is the model's); it is closed with the runner.
+    cache: initialised, made of `members_of(layout, block_size)`: a `HybridCache` of them, or the only one. Its
+        `max_batch` bounds a forward. It stays the caller's.
+    capacity, dtype, max_sequences, max_batch, block_size, memory, checkpoints: of the cache that is made when none is
+        given (`capacity` is required then, dtype "auto" is the model's); it is closed with the runner.
     layout: what the model keeps; measured by `layout_of` when not given.
 
     Raises `NotSupported` for models that it cannot run, with the reason.
@@ -117,13 +118,13 @@ class Runner:
         self._encoder = next((m for m in self.members if isinstance(m, EncoderCache)), None)
         self._model = ModelCall(model, layout, self.members)
 
-    # --- running -------------------------------------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------------------------
 
     def forward(self, works: Sequence[Work]) -> Tensor:
         """Run all works; logits [sum of num_logits, vocabulary] in the model's type, in the order of works and tokens.
 
-        Raises `ValueError` for works that do not continue their sequences, `CacheFull`, or whatever the model raises; the
-        cache is then as before. Cost on the host: O(T) with small constants, no tensor work besides the model's.
+        Raises `ValueError` for works that do not continue their sequences, `CacheFull`, or whatever the model raises;
+        the sequences are then as before. Cost on the host: O(T) with small constants.
         """
         self._check(works)
         if not works:
@@ -147,7 +148,7 @@ class Runner:
         return logits
 
     def encode(self, **inputs: Tensor) -> Tensor:
-        """States [n, hidden] of one encoder input, for `EncoderStates`: what the model's encoder takes, with a batch of one."""
+        """States [n, hidden] for `EncoderStates`, of what the model's encoder takes, with a batch of one."""
         with torch.inference_mode():
             return self._model.encode(**inputs)
 
@@ -165,7 +166,7 @@ class Runner:
     ) -> None:
         self.close()
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _run(self, works: Sequence[Work], started: list[int]) -> Tensor:
         if self._model.is_packed:
@@ -224,8 +225,8 @@ class Runner:
             sees += [index >= first for index in range(len(work.tokens))]
             if self.layout.is_encoder_decoder and not (known or work.media):
                 raise ValueError(
-                    f"sequence {work.sequence} has no encoder states; give its first Work media=[EncoderStates(...)], made by "
-                    f"Runner.encode"
+                    f"sequence {work.sequence} has no encoder states; give its first Work media=[EncoderStates(...)], "
+                    f"made by Runner.encode"
                 )
         return media, states, sees
 
@@ -236,8 +237,8 @@ class Runner:
                 raise ValueError(f"the work for sequence {work.sequence} has no tokens; expected at least one")
             if not 0 <= work.num_logits <= len(work.tokens):
                 raise ValueError(
-                    f"num_logits is {work.num_logits} for {len(work.tokens)} tokens of sequence {work.sequence}; expected at "
-                    f"most one per token"
+                    f"num_logits is {work.num_logits} for {len(work.tokens)} tokens of sequence {work.sequence}; "
+                    f"expected at most one per token"
                 )
             if work.sequence in seen:
                 raise ValueError(f"sequence {work.sequence} has two works; expected one per forward: join their tokens")
@@ -245,14 +246,14 @@ class Runner:
             end = self._causal.sequence(work.sequence).seq_len
             if integer(work.position, "Work.position") < end:
                 raise ValueError(
-                    f"sequence {work.sequence} ends at {end} and its work begins at {work.position}; expected the end: remove "
-                    f"the tokens from {work.position} on first"
+                    f"sequence {work.sequence} ends at {end} and its work begins at {work.position}; expected the end: "
+                    f"remove the tokens from {work.position} on first"
                 )
             for entry in work.media:
                 if entry.states.dim() != 2 or not 0 <= entry.index < len(work.tokens):
                     raise ValueError(
-                        f"encoder states {list(entry.states.shape)} at index {entry.index} of {len(work.tokens)} tokens; expected "
-                        f"[n, hidden] at one of the tokens"
+                        f"encoder states {list(entry.states.shape)} at index {entry.index} of {len(work.tokens)} "
+                        f"tokens; expected [n, hidden] at one of the tokens"
                     )
 
     def _take_back(self, work: Work, kept: int) -> None:
@@ -292,8 +293,8 @@ def _checked_members(cache: Cache, layout: Layout) -> tuple[Cache, ...]:
     )
     if not fits:
         raise ValueError(
-            f"the cache has members [{_described(members)}]; expected [{_described(expected)}] for this model: make it with "
-            f"HybridCache(*members_of(layout, block_size))"
+            f"the cache has members [{_described(members)}]; expected [{_described(expected)}] for this model: make it "
+            f"with HybridCache(*members_of(layout, block_size))"
         )
     return members
 

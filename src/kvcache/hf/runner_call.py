@@ -1,15 +1,15 @@
 """One call of a transformers model with our cache: which arguments it takes, and how logits come back.
 
-Everything that depends on the model's class is looked up once, when the runner is made; a call builds tensors and keyword
-arguments and nothing else.
+Everything that depends on the model's class is looked up once, when the runner is made; a call builds tensors and
+keyword arguments and nothing else.
 
-| model                | tokens              | positions              | cache             | besides                                       |
-|----------------------|---------------------|------------------------|-------------------|-----------------------------------------------|
-| decoders             | `input_ids`         | `position_ids`         | `past_key_values` | `logits_to_keep`                              |
-| Mamba                | `input_ids`         | (none)                 | `cache_params`    | `logits_to_keep`                              |
-| T5, Whisper          | `decoder_input_ids` | `decoder_position_ids` | `past_key_values` | `encoder_outputs`                             |
-| Mllama               | `input_ids`         | `position_ids`         | `past_key_values` | `cross_attention_states`, a row mask          |
-| BLOOM                | `input_ids`         | (none)                 | `past_key_values` | `attention_mask`                              |
+| model       | tokens              | positions              | cache             | besides                           |
+|-------------|---------------------|------------------------|-------------------|-----------------------------------|
+| decoders    | `input_ids`         | `position_ids`         | `past_key_values` | `logits_to_keep`                  |
+| Mamba       | `input_ids`         | none                   | `cache_params`    | `logits_to_keep`                  |
+| T5, Whisper | `decoder_input_ids` | `decoder_position_ids` | `past_key_values` | `encoder_outputs`                 |
+| Mllama      | `input_ids`         | `position_ids`         | `past_key_values` | `cross_attention_states`, a mask  |
+| BLOOM       | `input_ids`         | none                   | `past_key_values` | `attention_mask`                  |
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from kvcache.errors import NotSupported
 from kvcache.hf import attention
 from kvcache.hf.layout import Layout
 from kvcache.hf.runner_dense import DenseCache
-from kvcache.hf.runner_host import CrossCache, PackedCache, PackedPair, Step
+from kvcache.hf.runner_host import CrossCache, PackedCache, PackedPair
 from kvcache.hf.runner_latent import LatentReader, Latents
+from kvcache.hf.runner_readers import Step
 from kvcache.spec import Batch
 
 __all__ = ["ModelCall"]
@@ -70,7 +71,7 @@ class ModelCall:
             modules = self._latents.modules if self._latents else {}
             latents = {i: LatentReader(m, members[layout.member(i)], i) for i, m in modules.items()}
             biased = [
-                int(m.layer_idx)
+                int(getattr(m, "layer_idx", 0))
                 for m in model.modules()
                 if getattr(m, "has_relative_attention_bias", False) and getattr(m, "is_decoder", False)
             ]
@@ -98,7 +99,7 @@ class ModelCall:
             sequences,
             positions,
             is_fresh,
-            has_media=bool(sees_media) and any(sees_media),
+            has_media=any(sees_media or ()),
             new_media=bool(states),
         )
         shape = (1, T) if self.is_packed or len(sequences) == 1 else (T, 1)
@@ -160,7 +161,7 @@ class ModelCall:
 
 @final
 class AttentionSwitch:
-    """Our attention function in a model's decoder, and the way back. `is_on` is false where the model has none to switch."""
+    """Our attention function in a model's decoder, and the way back. `is_on`: false where nothing can be switched."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         attention.register()
@@ -207,8 +208,8 @@ class _TurnedOff:
 def _entry(model: PreTrainedModel) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
     """What is called, and the head that it leaves out.
 
-    Mllama with its vision tower computes the row mask from a mask of tiles, which cannot say "no image at all"; its text
-    model takes the row mask itself.
+    Mllama with its vision tower computes the row mask from a mask of tiles, which cannot say "no image at all"; its
+    text model takes the row mask itself.
     """
     inner = getattr(model, "model", None)
     if model.config.model_type == "mllama" and inner is not None and hasattr(inner, "language_model"):

@@ -1,7 +1,7 @@
 """For models whose attention cannot be taken over (BLOOM and 26 more): dense rows, as `generate` would give them.
 
-The model's own attention wants keys [B,H,S,D] and a mask. Each row's history is gathered in the order of its tokens and put at
-the right end of its row; what is left of it is padding, which `attention_mask` hides:
+The model's own attention wants keys [B,H,S,D] and a mask. Each row's history is gathered in the order of its tokens and
+put at the right end of its row; what is left of it is padding, which `attention_mask` hides:
 
     lengths 3, 1, 4      . x x x
                          . . . x          get_mask_sizes -> (4, 0)
@@ -24,7 +24,7 @@ from transformers import Cache as TransformersCache
 from kvcache.caches import Cache, CausalCache
 from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout
-from kvcache.hf.runner_host import Step, put_rows
+from kvcache.hf.runner_readers import Step, put_rows
 from kvcache.spans import Full
 
 __all__ = ["DenseCache"]
@@ -39,8 +39,8 @@ class DenseCache(TransformersCache):
     def __init__(self, layout: Layout, members: Sequence[Cache]) -> None:
         if any(layer.span != Full() or layer.num_states or layer.is_cross for layer in layout.layers):
             raise NotSupported(
-                "the model's attention does not go through transformers' AttentionInterface, and its layers are not all plain "
-                "full attention; run it through generate() with cache_for"
+                "the model's attention does not go through transformers' AttentionInterface, and its layers are not "
+                "all plain full attention; run it through generate() with cache_for"
             )
         member = members[0]
         assert isinstance(member, CausalCache)

@@ -1,188 +1,44 @@
 """What an unmodified transformers model takes for its cache while several ragged sequences share one forward.
 
-The model believes in `[B,n]` tokens with one history for all; our caches believe in T = B * n rows, each of its own sequence.
-`PackedCache` stands between them: `update` stores the new keys and values and hands the keys back *tagged* with a reader
-(`hf/attention.py`), which the attention function asks instead of looking at keys.
+The model believes in `[B,n]` tokens with one history for all; our caches believe in T = B * n rows, each of its own
+sequence. `PackedCache` stands between them: `update` stores the new keys and values and hands the keys back *tagged*
+with a reader (`hf/attention.py`), which the attention function asks instead of looking at keys.
 
     model layer                      PackedCache                      kvcache
     k, v [B,H,n,D]  -- update -->    rows [T,H,D]  -- put -->         blocks of each sequence
     attention(q, k) -- reader -->    rows [T,Hq,D] -- attend -->      out [T,Hq,Dv] -> [B,n,Hq,Dv]
 
-| layer                            | what is different                                                                         |
-|----------------------------------|-------------------------------------------------------------------------------------------|
-| latent attention (MLA)           | attended in the latent space: `hf/runner_latent.py`                                       |
-| relative position bias (T5)      | `BiasedReader`: histories side by side, as many columns as the model makes biases for     |
-| cross attention                  | an `EncoderCache`: `CrossCache` beside, or inside (Mllama, whose layers share one cache)   |
-| convolution, SSM, linear         | states are lent for the pass and written back after it (`write_back`)                     |
-| no AttentionInterface (BLOOM)    | `hf/runner_dense.py`                                                                       |
+| layer                         | what is different                                                                   |
+|-------------------------------|-------------------------------------------------------------------------------------|
+| latent attention (MLA)        | attended in the latent space: `hf/runner_latent.py`                                 |
+| relative position bias (T5)   | `BiasedReader`: histories side by side, a column for each bias that the model makes |
+| cross attention               | an `EncoderCache`: `CrossCache`, or inside (Mllama, whose layers share one cache)   |
+| convolution, SSM, linear      | states are lent for the pass and written back after it (`write_back`)               |
+| no AttentionInterface (BLOOM) | `hf/runner_dense.py`                                                                |
 
-A model may update a lent state in place, without telling (one-token steps of Mamba 2, Qwen3-Next, LFM2, Falcon-H1): what is
-lent is never what the cache holds.
+A model may update a lent state in place, without telling (one-token steps of Mamba 2, Qwen3-Next, LFM2, Falcon-H1):
+what is lent is never what the cache holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache as TransformersCache
 from transformers import EncoderDecoderCache
 
-from kvcache.caches import Cache, CausalCache, EncoderCache, RecurrentCache
+from kvcache.caches import Cache, CausalCache, EncoderCache
 from kvcache.errors import NotSupported
-from kvcache.hf.attention import Call, Gathered, MaskLength, Reader, tag
+from kvcache.hf.attention import Gathered, MaskLength, tag
 from kvcache.hf.layout import Layout
 from kvcache.hf.runner_latent import LatentReader
-from kvcache.spans import Full, Sliding
-from kvcache.spec import Batch
+from kvcache.hf.runner_readers import BiasedReader, Columns, RowReader, Step, put_rows
+from kvcache.spans import Full
 
-__all__ = ["Columns", "CrossCache", "PackedCache", "PackedPair", "Step", "put_rows"]
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One call of the model, of B sequences with n tokens each, or of one ragged row of T (then B is 1).
-
-    batch: its T rows; sequences: distinct, in the order of their rows; positions: int64 [T], on the model's device; is_fresh:
-    no sequence has a past; has_media: some sequence sees media; new_media: the pass brings encoder states.
-    """
-
-    batch: Batch
-    sequences: Sequence[int]
-    positions: Tensor
-    is_fresh: bool
-    has_media: bool = False
-    new_media: bool = False
-
-
-@final
-class RowReader(Reader):
-    """Reads one layer of one member for whatever pass is under way there. Cross attention sees all of its sequence's media."""
-
-    __slots__ = ("_is_cross", "_layer", "_member", "_window")
-
-    def __init__(self, member: Cache, layer: int) -> None:
-        self._member = member
-        self._layer = layer
-        self._is_cross = isinstance(member, EncoderCache)
-        span = member.span if isinstance(member, CausalCache) else None
-        self._window = span.window if isinstance(span, Sliding) else None
-
-    @property
-    def window(self) -> int | None:
-        return self._window
-
-    def attend(self, call: Call) -> Tensor | None:
-        # T5 hands zeros as the position bias of its cross attention, and cross attention is never causal.
-        if call.mask is not None or call.dropout or not (self._is_cross or call.is_plain):
-            return None
-        B, Hq, n, D = call.queries.shape
-        rows = call.queries.transpose(1, 2).reshape(B * n, Hq, D)
-        self._member.set_layer(self._layer)  # not always the last one put: Gemma's later layers read earlier ones
-        out: Tensor = self._member.attend(rows, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
-        return out.view(B, n, Hq, -1)
-
-    def gather(self) -> Gathered:
-        _refuse_call()
-
-    def knows_padding(self, attention_mask: Tensor | None) -> bool:
-        return True
-
-
-@final
-class BiasedReader(Reader):
-    """Reads whole histories side by side, and adds the bias that the model computed for exactly these columns."""
-
-    __slots__ = ("_layer", "columns")
-
-    window = None
-
-    def __init__(self, layer: int) -> None:
-        self._layer = layer
-        self.columns: Columns
-
-    def attend(self, call: Call) -> Tensor | None:
-        if call.mask is not None or call.softcap is not None or call.sinks is not None or call.dropout:
-            return None
-        keys, values = self.columns.gather(self._layer, call.queries.dtype)
-        bias = self.columns.mask if call.position_bias is None else self.columns.biased(call.position_bias)
-        out = F.scaled_dot_product_attention(
-            call.queries,
-            keys,
-            values,
-            attn_mask=bias,
-            scale=call.scale,
-            enable_gqa=keys.shape[1] != call.queries.shape[1],
-        )
-        return out.transpose(1, 2)
-
-    def gather(self) -> Gathered:
-        _refuse_call()
-
-    def knows_padding(self, attention_mask: Tensor | None) -> bool:
-        return True
-
-
-@final
-class Columns:
-    """Whole histories of a pass side by side: which columns they are, and who sees which. O(T * S), once per pass.
-
-    slots: int64 [S] in the member's storage; mask: bool [1,1,T,S]; offsets: int64 [T,S], what a model that takes column
-    minus row for (key - query) must add to its rows to be right: T5's length of the past.
-    """
-
-    __slots__ = ("_biased", "_member", "mask", "offsets", "slots")
-
-    def __init__(self, member: CausalCache, step: Step) -> None:
-        tables = member.tables.sequences
-        parts = []
-        for number, sequence in enumerate(step.sequences):
-            table = tables[sequence]
-            indices = table.indices_between(0, table.end)
-            parts.append((table.slots(indices), table.positions.view[indices], np.full(len(indices), number)))
-        slots, positions, owners = (np.concatenate([part[i] for part in parts]).astype(np.int64) for i in range(3))
-        queries = np.asarray(step.batch.positions)[:, None]
-        numbers = {sequence: number for number, sequence in enumerate(step.sequences)}
-        own = np.array([numbers[sequence] for sequence in step.batch.sequences])[:, None]
-        seen = (owners == own) & (positions <= queries) & (positions >= member.span.begin(queries))
-        rows, columns = np.arange(len(queries))[:, None], np.arange(len(positions))
-        device = step.positions.device
-        self._member = member
-        self._biased: tuple[Tensor, Tensor] | None = None
-        self.slots = slots
-        self.mask = torch.from_numpy(seen)[None, None].to(device)
-        self.offsets = torch.from_numpy(queries - positions + columns - rows).to(device)
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def biased(self, bias: Tensor) -> Tensor:
-        """`bias` [1,Hq,T,S] with -inf where nothing is seen. The layers of T5 share one bias: it is masked once."""
-        if self._biased is None or self._biased[0] is not bias:
-            self._biased = (bias, bias.masked_fill(~self.mask, -torch.inf))
-        return self._biased[1]
-
-    def gather(self, layer: int, dtype: torch.dtype) -> Gathered:
-        """Keys [1,H,S,D] and values [1,H,S,Dv] of a layer in the model's element type. A copy."""
-        storage = self._member.storage
-        stored = storage.layer(layer)
-        keys, values = (
-            part.format.decode(storage.backend.gather_rows(part.array, self.slots), part.head_dim)
-            for part in (stored.keys, stored.values)
-        )
-        return Gathered(*(part.to(dtype).transpose(0, 1)[None] for part in (keys, values)))
-
-
-def put_rows(member: Cache, layer: int, keys: Tensor, values: Tensor) -> None:
-    """Store keys [B,H,n,D] and values [B,H,n,Dv] as the T = B * n rows of the pass."""
-    member.set_layer(layer)
-    member.put(keys.transpose(1, 2).flatten(0, 1), values.transpose(1, 2).flatten(0, 1))
+__all__ = ["CrossCache", "PackedCache", "PackedPair"]
 
 
 @final
@@ -211,7 +67,7 @@ class _LayerFace:
 
 @final
 class PackedCache(TransformersCache):
-    """The cache that the decoder sees. `step` is set before each call of the model; `members` are those of the layout."""
+    """The cache that the decoder sees, over the members of the layout. `begin` comes before each call of the model."""
 
     is_compileable = False
 
@@ -226,7 +82,7 @@ class PackedCache(TransformersCache):
         dtype: torch.dtype,
     ) -> None:
         # Not the base class's fields: it would make storage of its own.
-        self.layers = [
+        self.layers: list[Any] = [
             _LayerFace(self, i, is_sliding=not isinstance(layer.span, Full | None))
             for i, layer in enumerate(layout.layers)
         ]
@@ -258,7 +114,7 @@ class PackedCache(TransformersCache):
             for reader in self._biased.values():
                 reader.columns = self._columns
 
-    # --- keys and values -----------------------------------------------------------------------------------------------
+    # --- keys and values --------------------------------------------------------------------------------------------
 
     def update(
         self,
@@ -307,7 +163,7 @@ class PackedCache(TransformersCache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
-    # --- states --------------------------------------------------------------------------------------------------------
+    # --- states -----------------------------------------------------------------------------------------------------
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return not self.step.is_fresh
@@ -363,7 +219,7 @@ class PackedCache(TransformersCache):
             self._loans[layer] = loan
         return loan
 
-    # --- refused -------------------------------------------------------------------------------------------------------
+    # --- refused ----------------------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
         _refuse("reorder_cache")
@@ -379,7 +235,7 @@ class CrossCache(TransformersCache):
     is_compileable = False
 
     def __init__(self, encoder: EncoderCache, num_layers: int, dtype: torch.dtype) -> None:
-        self.layers = [_LayerFace(self, layer, is_sliding=False) for layer in range(num_layers)]
+        self.layers: list[Any] = [_LayerFace(self, layer, is_sliding=False) for layer in range(num_layers)]
         self.layer_class_to_replicate = None
         self.offloading = False
         self.step: Step
@@ -411,11 +267,11 @@ class CrossCache(TransformersCache):
 
 
 class _IsUpdated(dict[int, bool]):
-    """`EncoderDecoderCache.is_updated`: whether a layer need not be put in this pass. Models set it too; a pass overrules."""
+    """`EncoderDecoderCache.is_updated`: whether a layer need not be put in this pass. Models set it too, in vain."""
 
     new_media = False
 
-    def get(self, layer: int, default: Any = None) -> bool:  # type: ignore[override]
+    def get(self, layer: int, default: Any = None) -> bool:
         return not self.new_media
 
 
@@ -424,21 +280,14 @@ class PackedPair(EncoderDecoderCache):
     """Self and cross attention of an encoder-decoder. `isinstance(EncoderDecoderCache)` is what the models check."""
 
     def __init__(self, decoder: PackedCache, cross: CrossCache) -> None:
-        self.self_attention_cache = decoder
-        self.cross_attention_cache = cross
-        self.is_updated: Mapping[int, bool] = _IsUpdated()
+        self.self_attention_cache: Any = decoder
+        self.cross_attention_cache: Any = cross
+        self.is_updated: Any = _IsUpdated()
 
     def begin(self, step: Step) -> None:
         """The next call of the model is `step`."""
         self.cross_attention_cache.step = step
-        self.is_updated.new_media = step.new_media  # type: ignore[attr-defined]
-
-
-def _refuse_call() -> NoReturn:
-    raise NotSupported(
-        "the model asks for attention under a mask of its own (bidirectional image blocks, dropout, a position bias), which "
-        "packed rows do not support; run such prompts through generate() with cache_for"
-    )
+        self.is_updated.new_media = step.new_media
 
 
 def _refuse(operation: str) -> NoReturn:

@@ -1,16 +1,16 @@
 """Latent attention (MLA) over the latents themselves, for unmodified models of the DeepSeek kind.
 
-Such a model hands `update` one latent c [L] and one rotary key r [R] per token, and expands what comes back into keys and
-values of all heads, W_uk c and W_uv c, over the whole history in every step. Attention does not need that (DeepSeek-V2,
-arXiv 2405.04434, section 2.1.2):
+Such a model hands `update` one latent c [L] and one rotary key r [R] per token, and expands what comes back into keys
+and values of all heads, W_uk c and W_uv c, over the whole history in every step. Attention does not need that
+(DeepSeek-V2, arXiv 2405.04434, section 2.1.2):
 
     q_nope . (W_uk c) + q_rot . r  =  (W_uk^T q_nope, q_rot) . (c, r)          one shared key head of L + R values
     sum_t p_t (W_uv c_t)           =  W_uv (sum_t p_t c_t)                     one shared value head of L values
 
-So (c, r) is stored as the key and c as the value, and queries and outputs pass through W_uk and W_uv: one token costs what
-one token costs, whatever the history. While a `Latents` is open, `expand_kv` of the model's attention modules lets tagged
-latents through and expands all others as ever. Whether a model is of this kind is not read off its name: its `expand_kv` is
-run on random latents and must give what the formula gives.
+So (c, r) is stored as the key and c as the value, and queries and outputs pass through W_uk and W_uv: nothing is
+expanded over the history. While a `Latents` is open, `expand_kv` of the model's attention modules lets tagged latents
+through and expands all others as ever. Whether a model is of this kind is not read off its name: its `expand_kv` is run
+on random latents and must give what the formula gives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LatentReader(Reader):
 
     window = None
 
-    def __init__(self, module: nn.Module, member: Cache, layer: int) -> None:
+    def __init__(self, module: Any, member: Cache, layer: int) -> None:
         self._member = member
         self._layer = layer
         self._nope_dim = module.qk_nope_head_dim
@@ -77,10 +77,11 @@ class LatentReader(Reader):
 
 @final
 class Latents:
-    """The latent-attention modules of a model by layer; empty for other models. `close` gives them their methods back."""
+    """The latent-attention modules of a model by layer; empty for other models. `close` gives their methods back."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[int, Any] = {}
+        module: Any
         for module in model.modules():
             if callable(getattr(module, "expand_kv", None)):
                 _check(module)
@@ -124,5 +125,6 @@ def _check(module: Any) -> None:
     except (AttributeError, RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise NotSupported(
-            f"{type(module).__name__} has a latent attention that is not DeepSeek's (keys W_uk c and r, values W_uv c): {reason}"
+            f"{type(module).__name__} has a latent attention unlike DeepSeek's (keys W_uk c and r, values W_uv c): "
+            f"{reason}"
         ) from error
