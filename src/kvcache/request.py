@@ -62,13 +62,20 @@ def _fraction(value: object, what: str, low: float, high: float) -> float:
     return float(value)
 
 
+def _text(value: object, what: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected a text")
+    if not value:
+        raise ValueError(f"{what} is empty; expected at least one character")
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen, and when to stop. The defaults are greedy.
 
     temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: as transformers defines them. seed: of this request alone;
-    None takes entropy from the system. Penalties: repetition as transformers (1 is off), the others as OpenAI (0 is off).
+    None takes entropy from the system. Penalties: repetition as transformers (1: off), the others as OpenAI (0: off).
     stop: texts that end the output, not part of it. stop_token_ids: tokens that do; ignore_eos: the model's own do not.
     logprobs: log-probabilities of the chosen token and of this many likeliest ones; None: none at all.
     n: completions; best_of: how many are sampled to choose the n likeliest from (at least n; None: n).
@@ -103,8 +110,8 @@ class SamplingParams:
         if self.seed is not None:
             integer(self.seed, "seed", minimum=-(2**63))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop is {self.stop!r}; expected texts that are not empty")
+        for text in stop:
+            _text(text, "a text of stop")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(
             self, "stop_token_ids", tuple(integer(token, "a token in stop_token_ids") for token in self.stop_token_ids)
@@ -165,8 +172,7 @@ class Request:
     media: Sequence[MediaInput] = ()
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.id, str) and self.id):
-            raise TypeError(f"Request.id is {self.id!r}; expected a text that is not empty")
+        _text(self.id, "Request.id")
         if not isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", tuple(integer(token, "a token of the prompt") for token in self.prompt))
         if not isinstance(self.params, SamplingParams):

@@ -162,6 +162,18 @@ class Sequence:
         self.pending: list[int] = []
         self.appended: dict[int, int] = {}
 
+    @classmethod
+    def resumed(cls, block_size: int, blocks: Indices[int], begin: int, end: int) -> Sequence:
+        """A sequence whose tokens [begin, end) lie in `blocks`, and whose earlier ones were forgotten."""
+        made = cls(block_size)
+        made.table.extend(blocks)
+        made.positions.extend(np.arange(begin, end, dtype=np.int32))
+        made.num_tokens = end - begin
+        made.end = end
+        if begin:
+            made.forgotten.add(0, begin)
+        return made
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
     @property

@@ -15,7 +15,7 @@ from typing import TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache import backends, formats, kernels
+from kvcache import backends, formats, kernels, spans
 from kvcache.backends import Backend
 from kvcache.blocks import BlockStorage
 from kvcache.caches import Cache
@@ -24,7 +24,7 @@ from kvcache.caches.forward import Forward, group_rows
 from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
 from kvcache.caches.tables import Removal, Tables
 from kvcache.formats import Format
-from kvcache.spans import Full, Span, num_blocks
+from kvcache.spans import Full, Span
 from kvcache.spec import Array, Batch, CacheConfig, History, Usage, integer
 from kvcache.views import SequenceView
 
@@ -136,12 +136,15 @@ class CausalCache(Cache):
         max_sequences: int = 1,
         capacity: int | None = None,
         max_batch: int | None = None,
+        *,
+        num_blocks: int | None = None,
     ) -> None:
+        """`num_blocks`: the size of the pool, when it is not to follow from the other limits."""
         limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
         arrays = backends.create(backend)
         pair = formats.pair(dtype, arrays)
         span = self.span.resolve(limits.max_sequences)
-        size = num_blocks(
+        size = num_blocks or spans.num_blocks(
             span,
             block_size=self.block_size,
             max_sequences=limits.max_sequences,
@@ -256,6 +259,23 @@ class CausalCache(Cache):
     def check(self) -> None:
         self._lifecycle.limits  # noqa: B018  raises when closed
         self._tables.check()
+
+    # --- for prefix reuse: blocks that are known by their content -----------------------------------------------------
+
+    def publish(self, sequence: int, index: int, key: bytes, priority: int = 0) -> bool:
+        """Let others find the block of positions from `index * block_size` on by `key`; false when they do already.
+
+        The tokens in it must be computed. From now on a write to the block copies it first. O(1).
+        """
+        return self.tables.publish(sequence, index, key, priority)
+
+    def adopt(self, sequence: int, keys: list[bytes], begin: int, end: int) -> None:
+        """A new sequence that ends at `end`, by reference: [begin, end) from the blocks of `keys`, the rest forgotten.
+
+        `begin` is a multiple of the block size. Raises `ValueError` when the sequence exists or a key is unknown.
+        """
+        self._forward = None
+        self.tables.adopt(sequence, keys, begin, end)
 
     # --- for its views ------------------------------------------------------------------------------------------------
 

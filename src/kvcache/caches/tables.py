@@ -46,6 +46,7 @@ class _Step:
     positions: Indices[int]
     holes: NDArray[np.int64]
     copy_tail: bool = False
+    claim_tail: bool = False
     num_new_blocks: int = 0
 
 
@@ -151,10 +152,13 @@ class Tables:
             count -= len(step.holes)
         has_tail = len(table.table) > 0 and not (step.drops and step.drops[-1] == len(table.table) - 1)
         room = table.tail_room if has_tail else 0
-        step.copy_tail = False
+        step.copy_tail = step.claim_tail = False
         if room and count:
             tail = table.table[len(table.table) - 1]
-            step.copy_tail = self.pool.references(tail) - released[tail] > 1
+            is_published = self.pool.is_published(tail)
+            # A published tail of our own is copied too, so that others find it; when the pool is short, we write to it.
+            step.copy_tail = self.pool.references(tail) - released[tail] > 1 or (is_published and not use_holes)
+            step.claim_tail = is_published and not step.copy_tail
             released[tail] += step.copy_tail
         step.num_new_blocks = max(0, -(-(count - room) // self.block_size))
         return step.num_new_blocks + step.copy_tail
@@ -165,7 +169,8 @@ class Tables:
         if not len(holes):
             return _NO_SLOTS
         table = step.table.table
-        mine = np.array([self.pool.references(table[i]) == 1 for i in range(len(table))])
+        pool = self.pool
+        mine = np.array([pool.references(b) == 1 and not pool.is_published(b) for b in table.view.tolist()])
         mine[list(step.drops)] = False
         blocks = holes // self.block_size
         shift = np.searchsorted(np.asarray(step.drops, np.int64), blocks) * self.block_size
@@ -176,6 +181,8 @@ class Tables:
         table = step.table
         if step.copy_tail:
             self._make_own(table, len(table.table) - 1, applied)
+        elif step.claim_tail:
+            self.pool.unpublish(table.table[len(table.table) - 1])
         if step.num_new_blocks:
             table.table.extend(self.pool.allocate(step.num_new_blocks))
         num_holes = len(step.holes)
@@ -215,6 +222,31 @@ class Tables:
         self.pool.release(table.compact())
         self._unsettled.add(sequence)
         self._drop_if_empty(sequence)
+
+    # --- content-keyed blocks -----------------------------------------------------------------------------------------
+
+    def publish(self, sequence: int, index: int, key: bytes, priority: int) -> bool:
+        """Name the block of positions from `index * block_size` on; false where there is no such block. O(1)."""
+        table = self.sequences.get(sequence)
+        if table is None or not table.is_dense or not table.num_slots or table.positions[0] % self.block_size:
+            return False  # its blocks do not begin at multiples of the block size: they are nobody else's
+        entry = index - table.positions[0] // self.block_size
+        return 0 <= entry < len(table.table) and self.pool.publish(table.table[entry], key, priority)
+
+    def adopt(self, sequence: int, keys: Indices[bytes], begin: int, end: int) -> None:
+        """A new sequence of the tokens [begin, end) in the blocks of `keys`. O(end - begin)."""
+        if sequence in self.sequences:
+            raise ValueError(f"sequence {sequence} exists already; remove it before it adopts a prefix")
+        blocks = [self.pool.find(key) for key in keys]
+        found = [block for block in blocks if block is not None]
+        if len(found) != len(keys) or len(keys) != -(-(end - begin) // self.block_size) or begin % self.block_size:
+            raise ValueError(
+                f"[{begin}, {end}) takes blocks of {self.block_size} from a multiple of it on, all published; "
+                f"{len(found)} of {len(keys)} are"
+            )
+        self.pool.share(found)
+        self.sequences[sequence] = Sequence.resumed(self.block_size, found, begin, end)
+        self._unsettled.add(sequence)
 
     # --- prefixes and removals ----------------------------------------------------------------------------------------
 
@@ -280,6 +312,8 @@ class Tables:
             for index in np.unique(later // self.block_size):
                 if self.pool.references(table.table[int(index)]) > 1:
                     self._make_own(table, int(index), applied)
+                else:
+                    self.pool.unpublish(table.table[int(index)])
             applied.slots[removal.sequence] = table.slots(later)
         self._unsettled.add(removal.sequence)
         self._drop_if_empty(removal.sequence)
