@@ -14,7 +14,7 @@ from kvcache.caches import Cache, CausalCache, HybridCache
 from kvcache.spans import Full, Sliding
 from kvcache.spec import Batch
 
-__all__ = ["Row", "bookkeeping"]
+__all__ = ["Row", "measure"]
 
 NUM_SEQUENCES = 16
 LENGTHS = (1024, 4096, 32768)
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     seconds: float
 
 
-def bookkeeping() -> list[Row]:
+def measure() -> list[Row]:
     """A row for each cache, block size and length. Rounds of all lengths alternate, so that noise hits them alike."""
     rows = []
     for block_size in BLOCK_SIZES:

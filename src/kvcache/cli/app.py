@@ -47,10 +47,11 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure, and print a table with the machine's name."""
-    from kvcache.bench import bookkeeping, machine
+    from kvcache.bench.bookkeeping import measure
+    from kvcache.bench.machine import machine
 
     assert name is _Table.bookkeeping  # the only one so far
-    rows = bookkeeping()
+    rows = measure()
     if as_json:
         print(json.dumps({"machine": machine(), name: [row._asdict() for row in rows]}, indent=1))
         return

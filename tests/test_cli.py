@@ -1,0 +1,180 @@
+"""The command line on a tiny model: a folder with random weights and a tokenizer of single characters."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import transformers as tf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from families import FAMILIES
+from kvcache.cli.app import app
+from kvcache.cli.conversation import Conversation
+from kvcache.hf.loading import load
+from kvcache.hf.runner import Runner
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def save(folder: Path, family: str, template: str | None = None) -> Path:
+    """A model of the family and a tokenizer of single characters, as `from_pretrained` reads them."""
+    alphabet = [chr(c) for c in range(32, 127)]
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, [], fuse_unk=False, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+    fast.save_pretrained(folder)
+    FAMILIES[family].build().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("gemma3"), "gemma3")
+
+
+@pytest.fixture
+def conversation(folder: Path) -> Iterator[Conversation]:
+    loaded = load(folder, progress=False)
+    with Runner(loaded.model, capacity=200, max_sequences=4, max_batch=64, memory=100) as runner:
+        yield Conversation(loaded, runner, 200)
+        runner.cache.check()
+
+
+def said(conversation: Conversation, text: str, max_tokens: int = 6) -> str:
+    return "".join(conversation.say(text, max_tokens))
+
+
+def test_a_turn_computes_only_what_is_new(conversation: Conversation) -> None:
+    said(conversation, "abc")
+    assert conversation.last is not None
+    assert (conversation.last.num_reused, conversation.last.num_computed) == (0, 3)
+    said(conversation, "de")
+    # 3 + 6 tokens were said; the last of the answer was never computed.
+    assert (conversation.last.num_reused, conversation.last.num_computed) == (8, 3)
+    assert len(conversation.branch.said) == 3 + 6 + 2 + 6
+
+
+def test_answers_do_not_depend_on_what_was_cached(conversation: Conversation) -> None:
+    first = "".join(conversation.complete("abcdefghijklmnopqrst", 8))
+    "".join(conversation.complete("abcdefghijXYZ", 8))
+    assert conversation.last is not None
+    assert conversation.last.num_reused == 10
+    assert "".join(conversation.complete("abcdefghijklmnopqrst", 8)) == first
+
+
+def test_undo_and_say_again(conversation: Conversation) -> None:
+    said(conversation, "abc")
+    first = said(conversation, "def")
+    assert conversation.undo() == 9
+    assert said(conversation, "def") == first
+    conversation.undo()
+    conversation.undo()
+    assert conversation.branch.said == []
+    with pytest.raises(ValueError, match="nothing to undo"):
+        conversation.undo()
+
+
+def test_branches_go_their_own_ways_from_shared_blocks(conversation: Conversation) -> None:
+    said(conversation, "abcdefghijklmnopqrstuvwxyz")
+    before = conversation.cache.usage()
+    conversation.fork("other")
+    assert conversation.cache.usage().num_free_blocks == before.num_free_blocks  # by reference
+    there = said(conversation, "1")
+    conversation.switch("main")
+    here = said(conversation, "2")
+    conversation.undo()
+    assert said(conversation, "1") == there
+    conversation.undo()
+    assert said(conversation, "2") == here
+    with pytest.raises(ValueError, match="expected one of main, other"):
+        conversation.switch("nowhere")
+    with pytest.raises(ValueError, match="expected a new branch name"):
+        conversation.fork("other")
+
+
+def test_chat_template_keeps_what_was_said(tmp_path: Path) -> None:
+    loaded = load(save(tmp_path, "llama", TEMPLATE), progress=False)
+    with Runner(loaded.model, capacity=300, max_sequences=4, max_batch=64) as runner:
+        conversation = Conversation(loaded, runner, 300)
+        said(conversation, "hello")
+        said(conversation, "again")
+        assert conversation.last is not None
+        assert conversation.last.num_reused > len("<user>hello<assistant>")
+        assert [m["role"] for m in conversation.branch.messages] == ["user", "assistant"] * 2
+
+
+def test_text_longer_than_the_capacity_is_refused(conversation: Conversation) -> None:
+    said(conversation, "abc")
+    with pytest.raises(ValueError, match="capacity of 200"):
+        said(conversation, "x" * 300)
+    assert conversation.branch.said[:3] == conversation.branch.cached[:3]
+
+
+def test_run_completes_each_prompt_and_tells_the_cost(folder: Path) -> None:
+    arguments = ["run", str(folder), "--prompt", "hello", "--prompt", "hello world", "--max-tokens", "5"]
+    done = CliRunner().invoke(app, [*arguments, "--capacity", "64", "--kv-dtype", "f32"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert done.stdout.startswith("hello")
+    costs = re.findall(
+        r"\[(\d+) tokens reused, (\d+) computed, first token after \d+ ms, [\d.]+ tokens/s, cache", done.stderr
+    )
+    assert costs == [("0", "5"), ("5", "6")]
+
+
+def test_conversation_in_the_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["/help", "hi", "/cache", "/fork b", "there", "/undo", "/switch main", "/nonsense", "/switch x", ""]
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    done = CliRunner().invoke(
+        app,
+        ["run", str(folder), "--max-tokens", "4", "--capacity", "100"],
+        input="\n".join(lines),
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0
+    assert "plain continuation" in done.stderr
+    assert "Sliding(window=8" in done.stderr
+    assert "took back" in done.stderr
+    assert "/nonsense is no command" in done.stderr
+    assert "'x' is no branch; expected one of main, b" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "demo", "--kernel", "warp"], "kernel is 'warp'; expected one of"),
+        (["run", "./no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcache.cli import main
+
+    monkeypatch.setattr("sys.argv", ["kvcache", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_format_is_refused_with_the_known_ones() -> None:
+    done = CliRunner().invoke(app, ["run", "demo", "--kv-dtype", "q3"])
+    assert done.exit_code == 2
+    assert "q8_0" in done.stderr
+
+
+def test_bench_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.bench.bookkeeping.LENGTHS", (16, 32))
+    monkeypatch.setattr("kvcache.bench.bookkeeping.ROUNDS", 2)
+    done = CliRunner().invoke(app, ["bench", "bookkeeping", "--json"], catch_exceptions=False)
+    report = json.loads(done.stdout)
+    assert {row["num_tokens"] for row in report["bookkeeping"]} == {16, 32}
+    assert all(row["seconds"] > 0 for row in report["bookkeeping"])
+    assert report["machine"]
