@@ -19,7 +19,10 @@ from kvcache.cli.conversation import Conversation
 from kvcache.hf.loading import load
 from kvcache.hf.runner import Runner
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def save(folder: Path, family: str, template: str | None = None) -> Path:
@@ -171,10 +174,10 @@ def test_unknown_format_is_refused_with_the_known_ones() -> None:
 
 
 def test_bench_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.bench.bookkeeping.LENGTHS", (16, 32))
+    monkeypatch.setattr("kvcache.bench.bookkeeping.LENGTHS", (1024, 2048))
     monkeypatch.setattr("kvcache.bench.bookkeeping.ROUNDS", 2)
     done = CliRunner().invoke(app, ["bench", "bookkeeping", "--json"], catch_exceptions=False)
     report = json.loads(done.stdout)
-    assert {row["num_tokens"] for row in report["bookkeeping"]} == {16, 32}
+    assert {row["num_tokens"] for row in report["bookkeeping"]} == {1024, 2048}
     assert all(row["seconds"] > 0 for row in report["bookkeeping"])
     assert report["machine"]

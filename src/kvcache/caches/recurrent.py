@@ -101,7 +101,8 @@ class RecurrentCache(Cache):
         for row, sequence in enumerate(current.sequences):
             live = self._sequences[sequence].live
             assert live is not None  # start_forward has made it
-            live[layer] = tuple(None if array is None else array[row] for array in rows)  # type: ignore[assignment]
+            conv, recurrent = (None if array is None else self._own(array, row) for array in rows)
+            live[layer] = (conv, recurrent)
 
     def get(self) -> History:
         """States before this pass, one row per sequence; a sequence without one gets zeros.
@@ -297,6 +298,12 @@ class RecurrentCache(Cache):
         if self._layer is None:
             raise ValueError("no layer is active; call set_layer first")
         return self._pass, self._layer
+
+    def _own(self, states: Array, row: int) -> Array:
+        """One row of [B,...]; copied out of several, so that a resting sequence does not keep the others' alive."""
+        if states.shape[0] == 1:
+            return states[0]
+        return self._backend.concatenate((states[row : row + 1],), 0)[0]
 
     def _cut(self, known: _Sequence, end: int) -> _Sequence:
         """A sequence that shares the states up to `end`."""
