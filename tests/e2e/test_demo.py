@@ -1,4 +1,4 @@
-"""The main job on the real model: Gemma 3 270M completes text from our cache, the second prompt pays for what is new."""
+"""The main job on the real model: Gemma 3 270M completes text from our cache, paying only for what is new."""
 
 from __future__ import annotations
 
