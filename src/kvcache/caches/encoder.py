@@ -11,10 +11,10 @@ query sees all media of its own sequence. Entries are immutable and shared by re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from kvcache.backends import Backend
 from kvcache.caches import Cache
 from kvcache.caches.forward import UNBOUNDED, group_rows
 from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
+from kvcache.caches.published import Published
 from kvcache.caches.tokenless_view import TokenlessView
 from kvcache.errors import CorruptState, NotSupported
 from kvcache.formats import Format, Stored
@@ -50,6 +51,9 @@ class _Entry:
         return _Entry(self.key, position, self.layers)
 
 
+PublishedMedia: TypeAlias = Published[Hashable, dict[int, tuple[Stored, Stored]]]
+
+
 @dataclass(slots=True)
 class _Sequence:
     end: int = 0
@@ -73,6 +77,7 @@ class EncoderCache(Cache):
         self._layer: int | None = None
         self._pass: _Pass | None = None
         self._sequences: dict[int, _Sequence] = {}
+        self._published: PublishedMedia = Published()
         self._backend: Backend
         self._formats: tuple[Format, Format]
 
@@ -99,8 +104,6 @@ class EncoderCache(Cache):
             )
         rows = [self._backend.asarray(array, layer, what) for array, what in ((keys, "keys"), (values, "values"))]
         parts = self._split(current, rows)
-        if current.is_reserved:
-            return
         encoded = [
             (self._stored(keys, self._formats[0]), self._stored(values, self._formats[1])) for keys, values in parts
         ]
@@ -169,6 +172,7 @@ class EncoderCache(Cache):
         self._lifecycle.is_closed = True
         self._pass = None
         self._sequences.clear()
+        self._published.clear()
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         self.prepare_forward(batch, reserve)()
@@ -282,6 +286,35 @@ class EncoderCache(Cache):
             if beyond := [entry.position for entry in known.entries if entry.position >= known.end]:
                 raise CorruptState(f"sequence {sequence} ends at {known.end} and has media at {beyond}")
 
+    # --- for prefix reuse: media that are known by their key ------------------------------------------------------------
+
+    @property
+    def published(self) -> PublishedMedia:
+        """The media that `adopt` can take over."""
+        return self._published
+
+    def publish(self, sequence: int, priority: int = 0) -> None:
+        """Let other sequences have the filled media of this one by their keys, wherever these stand there."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        known = self._sequences.get(sequence)
+        for entry in known.entries if known else ():
+            if entry.layers and entry.key not in self._published:
+                arrays = [stored.array for pair in entry.layers.values() for stored in pair]
+                num_bytes = sum(self._backend.num_bytes(array) for array in arrays)
+                self._published.add(entry.key, entry.layers, num_bytes, priority)
+
+    def adopt(self, sequence: int, media: Iterable[tuple[int, Hashable]], end: int) -> None:
+        """A new sequence that ends at `end` and has published `media`, each a position and a key.
+
+        Raises `ValueError` when the sequence exists or a key is unknown.
+        """
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        if sequence in self._sequences:
+            raise ValueError(f"sequence {sequence} exists already; remove it before it adopts media")
+        entries = [_Entry(key, position, self._published.use(key)) for position, key in media]
+        self._pass = None
+        self._sequences[sequence] = _Sequence(end, entries)
+
     # --- for its views ------------------------------------------------------------------------------------------------
 
     @property
@@ -337,7 +370,10 @@ class EncoderCache(Cache):
         found: dict[int, list[tuple[Stored, Stored]]] = {}
         for sequence in current.rows:
             known = self._sequences.get(sequence)
-            entries = sorted(known.entries, key=lambda entry: entry.position) if known else []
+            entries = list(known.entries) if known else []
+            if current.is_reserved:  # its media belong to this pass alone
+                entries += [e for media, e in current.filling if current.batch.sequences[media.index] == sequence]
+            entries.sort(key=lambda entry: entry.position)
             found[sequence] = [entry.layers[layer] for entry in entries if layer in entry.layers]
         return found
 
