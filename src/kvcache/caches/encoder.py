@@ -286,7 +286,7 @@ class EncoderCache(Cache):
             if beyond := [entry.position for entry in known.entries if entry.position >= known.end]:
                 raise CorruptState(f"sequence {sequence} ends at {known.end} and has media at {beyond}")
 
-    # --- for prefix reuse: media that are known by their key ------------------------------------------------------------
+    # --- for prefix reuse: media that are known by their key ----------------------------------------------------------
 
     @property
     def published(self) -> PublishedMedia:

@@ -25,6 +25,7 @@ from kvcache.backends import Backend
 from kvcache.caches import Cache
 from kvcache.caches.forward import group_rows
 from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
+from kvcache.caches.published import Published
 from kvcache.caches.tokenless_view import TokenlessView
 from kvcache.errors import CorruptState, NotSupported
 from kvcache.spec import Array, Batch, CacheConfig, History, SequenceUsage, Usage, integer
@@ -34,6 +35,9 @@ __all__ = ["RecurrentCache"]
 
 _States: TypeAlias = dict[int, tuple[Array | None, Array | None]]
 """Per layer the convolution state and the recurrent state of one sequence, each [...] or `None`."""
+
+
+PublishedStates: TypeAlias = Published[bytes, _States]
 
 
 @dataclass(slots=True)
@@ -74,6 +78,7 @@ class RecurrentCache(Cache):
         self._layer: int | None = None
         self._pass: _Pass | None = None
         self._sequences: dict[int, _Sequence] = {}
+        self._published: PublishedStates = Published()
         self._backend: Backend
 
     # --- for models ---------------------------------------------------------------------------------------------------
@@ -140,6 +145,7 @@ class RecurrentCache(Cache):
         self._lifecycle.is_closed = True
         self._pass = None
         self._sequences.clear()
+        self._published.clear()
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         self.prepare_forward(batch, reserve)()
@@ -252,12 +258,40 @@ class RecurrentCache(Cache):
         for point in sorted(known.checkpoints)[: -integer(at_most, "at_most", minimum=1)]:
             del known.checkpoints[point]
 
+    # --- for prefix reuse: states that are known by what they come after ----------------------------------------------
+
+    @property
+    def published(self) -> PublishedStates:
+        """The states that `adopt` can start from."""
+        return self._published
+
+    def publish(self, sequence: int, key: bytes, priority: int = 0) -> bool:
+        """Let others go on from where `sequence` stands, by `key`; false when they can already. Copies the state."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        known = self._sequences.get(sequence)
+        if known is None or not known.live or key in self._published:
+            return False
+        # Copies: a row of a batch would keep the whole batch's tensor alive.
+        states = {layer: (self._copied(conv), self._copied(rec)) for layer, (conv, rec) in known.live.items()}
+        self._published.add(key, states, sum(self._num_bytes(states)), priority)
+        return True
+
+    def adopt(self, sequence: int, key: bytes, end: int) -> None:
+        """A new sequence that stands at `end`, in the published state of `key`; `ValueError` when there is none."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        if sequence in self._sequences:
+            raise ValueError(f"sequence {sequence} exists already; remove it before it adopts a state")
+        self._pass = None
+        self._sequences[sequence] = _Sequence(end, dict(self._published.use(key)))
+
     def usage(self) -> Usage:
         self._lifecycle.limits  # noqa: B018  raises when closed
         arrays = {
             id(array): array
-            for known in self._sequences.values()
-            for states in (known.live or {}, *known.checkpoints.values())
+            for states in (
+                *(s for known in self._sequences.values() for s in (known.live or {}, *known.checkpoints.values())),
+                *self._published.values(),
+            )
             for pair in states.values()
             for array in pair
             if array is not None
@@ -304,6 +338,12 @@ class RecurrentCache(Cache):
         if states.shape[0] == 1:
             return states[0]
         return self._backend.concatenate((states[row : row + 1],), 0)[0]
+
+    def _copied(self, array: Array | None) -> Array | None:
+        return None if array is None else self._backend.concatenate((array[None],), 0)[0]
+
+    def _num_bytes(self, states: _States) -> Iterable[int]:
+        return (self._backend.num_bytes(array) for pair in states.values() for array in pair if array is not None)
 
     def _cut(self, known: _Sequence, end: int) -> _Sequence:
         """A sequence that shares the states up to `end`."""

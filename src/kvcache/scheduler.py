@@ -1,0 +1,261 @@
+"""The scheduler: which requests compute how many tokens in the next step. Counts in, `Plan` out: no tensors, no clock.
+
+A step of at most 8 tokens, three slots, A and B decoding, C with a prompt of 20, D waiting behind it:
+
+    step      1                2                3                4
+    A B       1 1              1 1              1 1              1 1
+    C         6 of 20          6                6                2, and its first token
+    D         (no slot)
+
+Order is priority, then arrival, for everything: who gets tokens first, who is admitted first, and, backwards, who is
+preempted when the pool is short. Why this cannot deadlock:
+
+* a request is admitted only when its whole prompt fits beside what runs; one that would not fit alone never gets here;
+* the first in order never waits for those behind it: they are preempted for it, last first, down to it alone;
+* a step in which requests run and none can compute preempts the last of them.
+
+Preempted requests keep their tokens and compute them again: they wait where their arrival puts them.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+from kvcache.request import Action, State, advance
+
+__all__ = ["Entry", "MemberShape", "Plan", "Scheduler", "Slice"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MemberShape:
+    """One member of the cache: blocks of `block_size` tokens, `num_blocks` of them.
+
+    num_retained: tokens that a sequence holds at most before its next batch; None: all of them.
+    """
+
+    block_size: int
+    num_blocks: int
+    num_retained: int | None = None
+
+    def new_blocks(self, begin: int, end: int, *, copies_tail: bool = False) -> int:
+        """Blocks that a sequence of `begin` tokens takes to become one of `end`."""
+        size = self.block_size
+        return -(-end // size) - -(-begin // size) + (copies_tail and begin % size > 0)
+
+    def blocks_to_finish(self, begin: int, end: int, max_batch: int) -> int:
+        """Blocks beyond those held that a sequence needs on its way from `begin` to `end`, in steps of `max_batch`."""
+        needed = self.new_blocks(begin, end, copies_tail=True)
+        if self.num_retained is None:
+            return needed
+        return min(needed, -(-(self.num_retained + max_batch) // self.block_size) + 2)
+
+    def capacity(self) -> int | None:
+        """Tokens of the longest sequence that fits alone; None: any. One block is left for copying a tail."""
+        retained, size = self.num_retained, self.block_size
+        if retained is not None and self.num_blocks >= -(-(retained + 1) // size) + 2:
+            return None
+        return max(0, self.num_blocks - 1) * size
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A sequence, as the scheduler sees it.
+
+    num_tokens: known ones, to be computed; num_computed: of them, in the cache. num_slots: sequences that it may become
+    (parallel samples). copies_tail: its last block is shared and not full. stops: positions at which a step must end.
+    num_drafts: guesses that the next step checks besides.
+    """
+
+    number: int
+    priority: int
+    arrival: int
+    num_tokens: int
+    num_computed: int = 0
+    num_slots: int = 1
+    copies_tail: bool = False
+    stops: tuple[int, ...] = ()
+    num_drafts: int = 0
+    state: State = State.WAITING
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Smaller goes first."""
+        return (-self.priority, self.arrival, self.number)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that are known and not computed."""
+        return self.num_tokens - self.num_computed
+
+
+class Slice(NamedTuple):
+    """Compute `num_tokens` more tokens of a sequence, the last `num_drafts` of them guesses."""
+
+    number: int
+    num_tokens: int
+    num_drafts: int = 0
+
+
+@final
+@dataclass(slots=True)
+class Plan:
+    """A step. `preempt`: it must leave first, and then another plan be made; `stuck`: it cannot go on at all."""
+
+    slices: list[Slice] = field(default_factory=list)
+    preempt: int | None = None
+    stuck: int | None = None
+
+
+@final
+class Scheduler:
+    """Requests that wait and requests that run.
+
+    members: of the cache, those with blocks. max_batch_tokens: of one step. max_sequences: that run at a time.
+    """
+
+    def __init__(self, members: Sequence[MemberShape], max_batch_tokens: int, max_sequences: int) -> None:
+        self.members = tuple(members)
+        self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = max_sequences
+        self.entries: dict[int, Entry] = {}
+        self._waiting: list[tuple[tuple[int, int, int], int]] = []
+        self._running: list[tuple[tuple[int, int, int], int]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of the longest sequence that fits alone; None: any."""
+        return min((c for member in self.members if (c := member.capacity()) is not None), default=None)
+
+    def add(self, entry: Entry) -> None:
+        """A new request, which waits."""
+        self.entries[entry.number] = entry
+        insort(self._waiting, (entry.rank, entry.number))
+
+    def waiting(self) -> Iterator[Entry]:
+        """Those that wait, first come first; they may be admitted on the way."""
+        for _, number in list(self._waiting):
+            yield self.entries[number]
+
+    def can_admit(self, entry: Entry, num_cached: int, free: Sequence[int]) -> bool:
+        """Whether there is a slot, and room for all known tokens after `num_cached` ones that it has already.
+
+        `free`: blocks of each member that can be had, after it has taken the cached ones. Every running request keeps a
+        block in reserve, so that it is not preempted at once for the newcomer.
+        """
+        running = [self.entries[number] for _, number in self._running]
+        if sum(other.num_slots for other in running) + entry.num_slots > self.max_sequences:
+            return False
+        reserve = len(running) + 2 * (entry.num_slots - 1)
+        return all(
+            member.blocks_to_finish(num_cached, entry.num_tokens + 1, self.max_batch_tokens) + reserve <= num_free
+            for member, num_free in zip(self.members, free, strict=True)
+        )
+
+    def admit(self, entry: Entry, num_cached: int) -> None:
+        """It runs from now on, `num_cached` of its tokens being computed."""
+        entry.state = advance(entry.state, Action.ADMIT)
+        entry.num_computed = num_cached
+        entry.copies_tail = num_cached > 0
+        self._waiting.remove((entry.rank, entry.number))
+        insort(self._running, (entry.rank, entry.number))
+
+    def fork(self, entry: Entry, number: int) -> Entry:
+        """A copy of a running sequence, running too; it takes one of its slots."""
+        entry.num_slots -= 1
+        entry.copies_tail = True
+        copy = Entry(
+            number,
+            entry.priority,
+            entry.arrival,
+            entry.num_tokens,
+            entry.num_computed,
+            copies_tail=True,
+            state=entry.state,
+        )
+        self.entries[number] = copy
+        insort(self._running, (copy.rank, number))
+        return copy
+
+    def plan(self, free: Sequence[int]) -> Plan:
+        """The next step, given the blocks of each member that can be had. Changes nothing. O(running)."""
+        plan, budget, left = Plan(), self.max_batch_tokens, list(free)
+        running = [self.entries[number] for _, number in self._running]
+        decodes = [entry for entry in running if entry.num_missing == 1]
+        prefills = [entry for entry in running if entry.num_missing > 1]
+        for entry in decodes[:budget]:
+            if not self._take(entry, 1, left):
+                return self._short(running, entry)
+            num_drafts = min(entry.num_drafts, budget - len(decodes) - len(prefills))
+            while num_drafts > 0 and not self._take(entry, 1 + num_drafts, left, taken=1):
+                num_drafts -= 1
+            num_drafts = max(0, num_drafts)
+            plan.slices.append(Slice(entry.number, 1 + num_drafts, num_drafts))
+            budget -= 1 + num_drafts
+        for entry in prefills:
+            count = self._chunk(entry, budget, left)
+            if count and self._take(entry, count, left):
+                plan.slices.append(Slice(entry.number, count))
+                budget -= count
+        if running and not plan.slices:
+            return self._short(running, running[0])
+        return plan
+
+    def leave(self, number: int, action: Action) -> None:
+        """A request ends, or (`PREEMPT`) waits again with all its tokens to compute."""
+        entry = self.entries[number]
+        place = (entry.rank, number)
+        (self._waiting if entry.state is State.WAITING else self._running).remove(place)
+        entry.state = advance(entry.state, action)
+        entry.num_drafts = 0
+        if entry.state is State.WAITING:
+            entry.num_computed = 0
+            entry.copies_tail = False
+            insort(self._waiting, place)
+        else:
+            del self.entries[number]
+
+    def last_running(self) -> int:
+        """Who is preempted next."""
+        return self._running[-1][1]
+
+    def _chunk(self, entry: Entry, budget: int, left: Sequence[int]) -> int:
+        """Tokens of a prompt in this step: as the budget, the next stop and the free blocks allow."""
+        begin = entry.num_computed
+        end = min([entry.num_tokens, begin + budget, *(stop for stop in entry.stops if stop > begin)])
+        for member, num_free in zip(self.members, left, strict=True):
+            tail = -begin % member.block_size
+            blocks = num_free - (entry.copies_tail and tail > 0)
+            end = min(end, begin + max(0, (tail if blocks >= 0 else 0) + max(0, blocks) * member.block_size))
+        return max(0, end - begin)
+
+    def _take(self, entry: Entry, count: int, left: list[int], taken: int = 0) -> bool:
+        """Take blocks for `count` tokens, `taken` of which have theirs, out of `left`; false where too few are left."""
+        begin = entry.num_computed
+        needed = []
+        for member in self.members:
+            already = member.new_blocks(begin, begin + taken, copies_tail=entry.copies_tail) if taken else 0
+            needed.append(member.new_blocks(begin, begin + count, copies_tail=entry.copies_tail) - already)
+        if any(blocks > num_free for blocks, num_free in zip(needed, left, strict=True)):
+            return False
+        for index, blocks in enumerate(needed):
+            left[index] -= blocks
+        return True
+
+    def _short(self, running: Sequence[Entry], entry: Entry) -> Plan:
+        """No room for `entry`: the last one leaves, or it has the pool to itself and is stuck."""
+        if len(running) == 1:
+            return Plan(stuck=entry.number)
+        return Plan(preempt=running[-1].number)
