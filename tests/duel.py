@@ -50,6 +50,7 @@ class Duel:
         self.log = [f"{span} block_size={block_size} {capacity=} {max_batch=} {max_sequences=} {can_shift=} {backend}"]
         self.known: set[int] = set()
         self.batch: Batch | None = None  # of the pass under way, as long as nothing else happened
+        self.is_quiet = False  # nothing is compared while a path that was compared before is walked again
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -68,7 +69,8 @@ class Duel:
                 self.cache.set_layer(layer)
                 self.cache.put(*self.payload(layer, uids))
             self.batch = Batch(positions, sequences)
-            self.check_history()
+            if not self.is_quiet:
+                self.check_history()
             if excepted:
                 self.log.append(f"set_causal(except_={tuple(excepted)})")
                 self.cache.set_causal(except_=tuple(excepted))
@@ -206,7 +208,7 @@ class Duel:
     def attempt(self, text: str, allowed: set[str], operation: Callable[[], None]) -> str:
         """The outcome of an operation, one of `allowed`; anything but `ok` changed nothing."""
         self.log.append(text)
-        before = self.snapshot() if allowed != {"ok"} else None
+        before = self.snapshot() if allowed != {"ok"} and not self.is_quiet else None
         outcome = "ok"
         try:
             operation()
@@ -224,7 +226,7 @@ class Duel:
         assert outcome in allowed, f"{text}: {outcome}, expected {allowed}"
         if outcome == "ok":
             self.batch = None
-        else:
+        elif not self.is_quiet:
             assert self.snapshot() == before, f"{text} failed and changed something"
         return outcome
 
@@ -278,10 +280,16 @@ class Duel:
         seen = [([u for u, _ in row], [s for _, s in row]) for row in expected]
         rows = [(keys_of(layer, uids, shifts), values_of(layer, uids)) for uids, shifts in seen]
         result = self.cache.attend(to_backend(self.backend, queries), scale=0.5)
-        np.testing.assert_allclose(to_numpy(result), attention(queries, rows, 0.5), rtol=1e-4, atol=1e-5)
+        assert np.abs(to_numpy(result) - attention(queries, rows, 0.5)).max() < 1e-5
 
     def observe(self) -> None:
         """Everything observable outside a pass, against the oracle; faded tokens are resolved by looking."""
+        if self.is_quiet:
+            for sequence, story in self.oracle.stories.items():
+                if story.fading and not story.pending:
+                    parts = self.cache.sequence(sequence).views(self.layers[0])
+                    self.oracle.resolve(sequence, {row for part in parts for row in self._rows(self.layers[0], part)})
+            return
         self.cache.check()
         usage = self.cache.usage()
         assert usage.num_blocks == self.num_blocks
@@ -329,13 +337,14 @@ class Duel:
         """Every layer shows the same tokens, and so do packed blocks and, where there is one, the whole as one array."""
         view = self.cache.sequence(sequence)
         for layer in self.layers if shown else ():
-            assert [row for part in view.views(layer) for row in self._rows(layer, part)] == shown
+            if layer != self.layers[0]:
+                assert [row for part in view.views(layer) for row in self._rows(layer, part)] == shown
             packed = [
-                row
+                (to_numpy(part.keys)[:, : part.length], to_numpy(part.values)[:, : part.length])
                 for part in view.packed_views(layer)
-                for row in recognise(layer, *(to_numpy(a)[:, : part.length].swapaxes(0, 1) for a in part[:2]))
             ]
-            assert packed == shown
+            keys, values = (np.concatenate([p[i] for p in packed], axis=1).swapaxes(0, 1) for i in (0, 1))
+            assert recognise(layer, keys, values) == shown
             whole = view.contiguous_kv(layer, view.seq_len) if len(shown) == view.seq_len else None
             if whole is not None:
                 assert recognise(layer, whole.keys, whole.values) == shown

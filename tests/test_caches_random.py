@@ -130,7 +130,7 @@ def test_tight_pools_do_run_full_and_out_of_memory_of_the_past(span: Any) -> Non
         outcomes += live(
             Duel(span, block_size=1, capacity=8, max_batch=6, can_shift=False), 77 + seed, num_operations=100
         )
-    assert outcomes["full"] > 5 and outcomes["unsupported"] > 5 and outcomes["misuse"] > 0, outcomes
+    assert min(outcomes[o] for o in ("full", "unsupported", "misuse")) >= 3, outcomes
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])
