@@ -205,23 +205,41 @@ class Attention {
     unite(s.begins.at, s.ends.at, task.query_end - task.query_begin, s.seen);
   }
 
-  // Places `tile` at the next slots at or after `slot` that some query sees; false when there are none before `end`.
-  bool next_tile(const Task& task, const Scratch& s, int64_t& slot, int64_t end, Tile& tile) const {
-    for (; slot < end; slot += TILE) {
-      const int count = int(std::min<int64_t>(TILE, end - slot));
-      if (!place_tile(p.segments[task.segment], s.seen, slot, count, tile)) continue;
-      find_rows(task, task.head_begin, tile);
-      slot += TILE;
+  // The way through a chunk, in the order of memory: a *unit* of slots (a block, or a tile where blocks are smaller) with
+  // all heads, then the next; within a unit head by head; within a head tile by tile.
+  struct Cursor {
+    int64_t unit_begin, unit_end, slot, end;
+    int head;
+  };
+
+  int64_t unit_end(const Segment& segment, int64_t begin, int64_t end) const {
+    const bool by_block = segment.positions == nullptr ? p.block_size >= TILE : p.block_size % TILE == 0;
+    return std::min(end, by_block ? (begin / p.block_size + 1) * p.block_size : begin + TILE);
+  }
+
+  // Fills `tile` with the cursor's slots, or the next ones that some query sees, and moves on; false at the end.
+  bool next_tile(const Task& task, const Scratch& s, Cursor& at, Tile& tile) const {
+    const Segment& segment = p.segments[task.segment];
+    while (at.unit_begin < at.end) {
+      const int64_t slot = at.slot;
+      const int count = int(std::min<int64_t>(TILE, at.unit_end - slot)), head = at.head;
+      at.slot += TILE;
+      if (at.slot >= at.unit_end) {
+        at.slot = at.unit_begin;
+        if (++at.head == task.head_end) at = start(task, at.unit_end, at.end);
+      }
+      if (!place_tile(segment, s.seen, slot, count, tile)) continue;
+      tile.head = head;
+      find_rows(segment, p.keys, p.block_size, tile, tile.keys);
+      find_rows(segment, p.values, p.block_size, tile, tile.values);
       return true;
     }
+    tile.num_runs = tile.num_lines = 0;
     return false;
   }
 
-  void find_rows(const Task& task, int head, Tile& tile) const {
-    tile.head = head;
-    tile.num_runs = tile.num_lines = 0;
-    kv::find_rows(p.segments[task.segment], p.keys, head, p.block_size, tile, tile.keys);
-    kv::find_rows(p.segments[task.segment], p.values, head, p.block_size, tile, tile.values);
+  Cursor start(const Task& task, int64_t begin, int64_t end) const {
+    return {begin, unit_end(p.segments[task.segment], begin, end), begin, end, task.head_begin};
   }
 
   void run_chunk(const Task& task, int64_t chunk, const Scratch& s) const {
@@ -229,21 +247,14 @@ class Attention {
     std::fill_n(s.output.at, size_t(rows) * shape.values.width, 0.0f);
     std::fill_n(s.m.at, rows, NOTHING);
     std::fill_n(s.l.at, rows, 0.0f);
-    int64_t slot = std::max(task.slot_begin, chunk * task.chunk_size);
-    const int64_t end = std::min(task.slot_end, (chunk + 1) * task.chunk_size);
+    Cursor cursor = start(task, std::max(task.slot_begin, chunk * task.chunk_size),
+                          std::min(task.slot_end, (chunk + 1) * task.chunk_size));
     Tile tiles[2];
-    bool more = next_tile(task, s, slot, end, tiles[0]);
+    bool more = next_tile(task, s, cursor, tiles[0]);
     for (int at = 0; more; at ^= 1) {
-      const Tile& tile = tiles[at];
-      Tile& next = tiles[at ^ 1];
-      if (tile.head + 1 < task.head_end) {
-        copy_place(tile, next);
-        find_rows(task, tile.head + 1, next);
-      } else {
-        more = next_tile(task, s, slot, end, next);
-        if (!more) next.num_runs = next.num_lines = 0;
-      }
-      run_tile(shape, tile, next, (tile.head - task.head_begin) * rows_of_head(task), queries, p.group, s);
+      more = next_tile(task, s, cursor, tiles[at ^ 1]);
+      const int base = (tiles[at].head - task.head_begin) * rows_of_head(task);
+      run_tile(shape, tiles[at], tiles[at ^ 1], base, queries, p.group, s);
     }
   }
 

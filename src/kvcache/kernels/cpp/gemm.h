@@ -112,54 +112,48 @@ KV_INLINE __m512 dot(__m512 acc, uint32_t pair, __m512i b) {
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(int(pair)), (__m512bh)b);
 }
 
-// scores[r][TILE] = q[r] . keys over `pairs` pairs. SCALED: each group of 16 pairs is multiplied by scales[group][TILE].
+// scores[r][TILE] = q[r] . keys over `pairs` pairs. SCALED: each group of 16 pairs is multiplied by scales[group][TILE];
+// sums over groups stand in `scores` meanwhile, because registers hold the products of one group.
 template <int MR, bool SCALED>
 void scores_bf16(const uint32_t* q, const uint32_t* keys, const float* scales, float* scores, int pairs,
                  Ahead& next) {
   Ahead ahead = next;
-  constexpr int NV = SCALED ? 2 : 4, GROUP_PAIRS = GROUP / 2;
-  for (int k = 0; k < TILE; k += NV * 16) {
-    __m512 total[MR][NV];
+  const int step = SCALED ? GROUP / 2 : pairs;
+  for (int begin = 0; begin < pairs; begin += step) {
+    __m512 acc[MR][4];
 #pragma GCC unroll 6
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) total[r][v] = _mm512_setzero_ps();
-    const int step = SCALED ? GROUP_PAIRS : pairs;
-    for (int begin = 0; begin < pairs; begin += step) {
-      __m512 acc[MR][NV];
+      for (int v = 0; v < 4; v++) acc[r][v] = _mm512_setzero_ps();
+    for (int i = begin; i < begin + step; i++) {
+      ahead.step<1>();
+      __m512i b[4];
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; v++) b[v] = _mm512_load_si512(keys + size_t(i) * TILE + v * 16);
 #pragma GCC unroll 6
       for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) acc[r][v] = _mm512_setzero_ps();
-      for (int i = begin; i < begin + step; i++) {
-        ahead.step<1>();
-        __m512i b[NV];
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) b[v] = _mm512_load_si512(keys + size_t(i) * TILE + k + v * 16);
-#pragma GCC unroll 6
-        for (int r = 0; r < MR; r++)
-#pragma GCC unroll 4
-          for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], q[size_t(r) * pairs + i], b[v]);
-      }
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) {
-        const __m512 scale =
-            SCALED ? _mm512_load_ps(scales + begin / GROUP_PAIRS * TILE + k + v * 16) : _mm512_set1_ps(1.0f);
-#pragma GCC unroll 6
-        for (int r = 0; r < MR; r++)
-          total[r][v] = SCALED ? _mm512_fmadd_ps(acc[r][v], scale, total[r][v]) : acc[r][v];
-      }
+        for (int v = 0; v < 4; v++) acc[r][v] = dot(acc[r][v], q[size_t(r) * pairs + i], b[v]);
     }
-#pragma GCC unroll 6
-    for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) _mm512_store_ps(scores + r * TILE + k + v * 16, total[r][v]);
+    for (int v = 0; v < 4; v++)
+#pragma GCC unroll 6
+      for (int r = 0; r < MR; r++) {
+        float* to = scores + r * TILE + v * 16;
+        if (!SCALED) {
+          _mm512_store_ps(to, acc[r][v]);
+          continue;
+        }
+        const __m512 scale = _mm512_load_ps(scales + begin / (GROUP / 2) * TILE + v * 16);
+        const __m512 before = begin == 0 ? _mm512_setzero_ps() : _mm512_load_ps(to);
+        _mm512_store_ps(to, _mm512_fmadd_ps(acc[r][v], scale, before));
+      }
   }
   next = ahead;
 }
 
 template <int MR, int NV>
-KV_INLINE void mix_block_bf16(const uint32_t* p, const uint32_t* values, float* out, const float* correction,
+KV_INLINE void mix_block_bf16(const uint32_t* p, size_t p_stride, const uint32_t* values, float* out, const float* correction,
                               int columns, int pairs, Ahead& ahead) {
   __m512 acc[MR][NV];
 #pragma GCC unroll 6
@@ -174,7 +168,7 @@ KV_INLINE void mix_block_bf16(const uint32_t* p, const uint32_t* values, float* 
 #pragma GCC unroll 6
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], p[r * (TILE / 2) + j], b[v]);
+      for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], p[v / 2 * p_stride + r * (TILE / 2) + j], b[v]);
   }
 #pragma GCC unroll 6
   for (int r = 0; r < MR; r++) {
@@ -194,11 +188,13 @@ void mix_bf16(const uint32_t* p, size_t p_stride, const uint32_t* values, float*
               int columns, int pairs, Ahead& next) {
   Ahead ahead = next;
   int c = 0;
-  if (p_stride == 0)
-    for (; c + 64 <= columns; c += 64)
-      mix_block_bf16<MR, 4>(p, values + c, out + c, correction, columns, pairs, ahead);
-  for (; c < columns; c += GROUP)
-    mix_block_bf16<MR, 2>(p + c / GROUP * p_stride, values + c, out + c, correction, columns, pairs, ahead);
+  for (; c + 64 <= columns; c += 64)
+    if (p_stride == 0)  // a constant: one broadcast serves four vectors
+      mix_block_bf16<MR, 4>(p, 0, values + c, out + c, correction, columns, pairs, ahead);
+    else
+      mix_block_bf16<MR, 4>(p + c / GROUP * p_stride, p_stride, values + c, out + c, correction, columns, pairs, ahead);
+  if (c < columns)
+    mix_block_bf16<MR, 2>(p + c / GROUP * p_stride, 0, values + c, out + c, correction, columns, pairs, ahead);
   next = ahead;
 }
 #endif

@@ -60,7 +60,7 @@ struct Ahead {
         }
         run = *next++;
       }
-      __builtin_prefetch(run.begin, 0, 2);
+      __builtin_prefetch(run.begin, 0, 0);
       run.begin += 64;
     }
   }

@@ -151,7 +151,7 @@ struct Tile {
 inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen, int64_t begin, int count, Tile& tile) {
   const int32_t first = int32_t(segment.first_position + begin);
   const int32_t* bounds = segment.positions == nullptr ? nullptr : segment.bounds + begin / TILE * 2;
-  tile.begin = begin, tile.count = count;
+  tile.begin = begin, tile.count = count, tile.num_runs = tile.num_lines = 0;
   tile.lowest = bounds == nullptr ? first : bounds[0];
   tile.highest = bounds == nullptr ? first + count - 1 : bounds[1];
   if (!intersects(seen, tile.lowest, tile.highest)) return false;
@@ -172,17 +172,10 @@ inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen
   return true;
 }
 
-inline void copy_place(const Tile& from, Tile& to) {
-  to.begin = from.begin, to.count = from.count, to.slots = from.slots, to.full = from.full;
-  to.lowest = from.lowest, to.highest = from.highest;
-  std::copy_n(from.positions, TILE, to.positions);
-}
-
 // Where the rows of one side of a placed tile lie. Slots without a position get rows of zeros.
-inline void find_rows(const Segment& segment, const Store& store, int head, int64_t block_size, Tile& tile,
-                      const uint8_t** rows) {
+inline void find_rows(const Segment& segment, const Store& store, int64_t block_size, Tile& tile, const uint8_t** rows) {
   const int count = tile.count;
-  const uint8_t* base = store.base + head * store.head_stride;
+  const uint8_t* base = store.base + tile.head * store.head_stride;
   const int64_t bytes = row_bytes(store.format, store.dim);
   int64_t block = tile.begin / block_size, offset = tile.begin % block_size;
   for (int j = 0; j < count; block++, offset = 0) {
@@ -306,13 +299,12 @@ inline void weigh(const Shape& shape, const Scratch& s, int row, int num_rows, i
 inline int work_of(const Shape& shape, int slots, int row_blocks) {
   const auto units = [](const Store& store) { return store.dim / per_unit(store.format); };
   const int key_blocks = slots / LANES * ((units(shape.key_store) + LANES - 1) / LANES);
-  const int score_steps = shape.keys.bf16 ? shape.key_dim / 2 * (shape.keys.scaled ? 2 : 1)
-                                          : shape.key_dim * (TILE / (VECTORS * LANES));
+  const int score_steps = shape.keys.bf16 ? shape.key_dim / 2 : shape.key_dim * (TILE / (VECTORS * LANES));
   const int columns = shape.values.width;
   int value_steps, mix_steps;
   if (shape.values.bf16) {
     value_steps = slots / 2 * (columns / GROUP);
-    mix_steps = slots / 2 * (shape.values.scaled ? columns / GROUP : (columns + 63) / 64);
+    mix_steps = slots / 2 * ((columns + 63) / 64);
   } else {
     value_steps = slots * (columns / per_unit(shape.value_store.format) / LANES);
     mix_steps = slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
