@@ -1,0 +1,94 @@
+"""What both wire formats share: a body of JSON becomes a checked model, or an `Invalid` that names the field.
+
+    parse(Body, b'{"temperature": 3}')   ->  Invalid: temperature: Input should be less than or equal to 2; got 3
+
+Bodies are strict: no text is taken for a number, and a field nobody knows is an error: whoever misspells `temperature`
+must not get an answer computed without it. A field that is known, yet would change the answer in a way we cannot serve,
+is refused by its name (`refuse`). Values only: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+__all__ = ["Body", "Invalid", "parse", "refuse"]
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+_SHOWN = 60
+"""Characters of an offending value that an error repeats: a prompt of megabytes is not sent back."""
+
+
+class Invalid(ValueError):
+    """The body asks for what cannot be given. `param` is the field, `code` a word for programs."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        self.param = param
+        self.code = code
+        super().__init__(message)
+
+
+class Body(BaseModel):
+    """A request body: strict types, no unknown fields, no infinite numbers."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def parse(model: type[_Model], raw: bytes) -> _Model:
+    """The body as `model`. Raises `Invalid` for what is no JSON (or no UTF-8), and for what does not fit the model."""
+    try:
+        return model.model_validate_json(raw or b"{}")
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def _explained(error: ValidationError) -> Invalid:
+    """The first few complaints in one sentence; `param` is the first one's field."""
+    found = error.errors(include_url=False, include_context=False)
+    first = found[0]
+    if first["type"] == "json_invalid":
+        return Invalid(f"the body is not valid JSON in UTF-8: {first['msg'].removeprefix('Invalid JSON: ')}")
+    if not first["loc"]:
+        return Invalid(f"the body is {_shown(first['input'])}; expected a JSON object")
+    param = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        name = ".".join(map(str, first["loc"]))
+        return Invalid(f"Unrecognized request argument supplied: {_clipped(name)}", param, "unknown_parameter")
+    if first["type"] == "missing":
+        name = ".".join(str(part) for part in first["loc"])
+        return Invalid(f"{_clipped(name)}: missing; it is required", param, "missing_required_parameter")
+    # A union complains once for each of its members: tell them all, and the value once.
+    same = [each["msg"] for each in found if each["loc"][:1] == first["loc"][:1]]
+    where = ".".join(str(part) for part in first["loc"]) if len(same) == 1 else param
+    messages = "; or: ".join(dict.fromkeys(same[:4]))
+    return Invalid(f"{_clipped(where)}: {messages}; got {_shown(first['input'])}", param, "invalid_value")
+
+
+def _shown(value: object) -> str:
+    """A value in an error. Python refuses to print integers of more than 4300 digits."""
+    try:
+        return _clipped(repr(value))
+    except ValueError:
+        return f"a {type(value).__name__} too large to show"
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def refuse(body: BaseModel, neutral: Mapping[str, Sequence[object]]) -> None:
+    """Raise `Invalid` for a field that asks for what is not served.
+
+    neutral: of each field, the values that ask for nothing; null and empty ones always do.
+    """
+    for name in sorted(body.model_fields_set & neutral.keys()):
+        value = getattr(body, name)
+        if value is not None and value not in ("", [], {}) and value not in neutral[name]:
+            raise Invalid(
+                f"{name} is {_shown(value)}: this server does not support {name}; leave it out",
+                name,
+                "unsupported_parameter",
+            )

@@ -1,0 +1,249 @@
+"""What clients of OpenAI's API send: bodies of `/v1/completions` and `/v1/chat/completions` -> `SamplingParams`.
+
+| a field that ...                                              | is                                            |
+|---------------------------------------------------------------|-----------------------------------------------|
+| we can serve                                                  | checked, and goes into the `SamplingParams`   |
+| never changes an answer (`user`, `store`, `metadata`)          | accepted                                      |
+| would change it in a way we cannot (`tools`, `logit_bias`)     | refused by name, unless it asks for nothing   |
+| nobody knows                                                  | refused, as OpenAI does                       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias, cast, final
+
+from pydantic import Field
+
+from kvcache.request import SamplingParams
+from kvcache.wire import Body, Invalid, parse, refuse
+
+__all__ = ["ChatBody", "CompletionBody", "Message", "parse_chat", "parse_completion"]
+
+Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
+Prompt: TypeAlias = (
+    str
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1, max_length=128)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+)
+
+
+@final
+class StreamOptions(Body):
+    """include_usage: a last chunk tells what the request cost. include_obfuscation: padding; we never send any."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Common(Body):
+    """The fields that both endpoints have. Fields without effect here are those that never change an answer."""
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
+    seed: Int64 | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    # of other servers
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
+    ignore_eos: bool | None = False
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    context_shift: bool | None = False
+    keep: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    # without effect
+    user: str | None = None
+    # refused by name
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with what the request cost."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_choices(self) -> int:
+        """Completions of each prompt."""
+        return self.n or 1
+
+    def _sampling(self, max_tokens: int, logprobs: int | None, best_of: int | None = None) -> SamplingParams:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logprobs=logprobs,
+            n=self.num_choices,
+            best_of=best_of,
+            context_shift=bool(self.context_shift),
+            keep=self.keep or 0,
+        )
+
+
+@final
+class CompletionBody(_Common):
+    """The body of `/v1/completions`. `max_tokens` is 16 where it is not given, as OpenAI has it."""
+
+    prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = False
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    # refused by name
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts apart."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [cast("list[int]", self.prompt)]
+        return list(cast("list[str] | list[list[int]]", self.prompt))
+
+    def params(self, room: int) -> SamplingParams:
+        """How to sample. `room`: tokens that fit after the prompt; no bound here, since 16 is the default."""
+        return self._sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs, self.best_of)
+
+
+@final
+class TextPart(Body):
+    """A part of a message's content. Parts of other types (images, sounds) are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+@final
+class Message(Body):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    # what assistants' messages carry when clients send them back; asks for nothing when null or empty
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+
+    @property
+    def text(self) -> str:
+        """The content in one piece."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+@final
+class ChatBody(_Common):
+    """The body of `/v1/chat/completions`. Without a number of tokens, a message goes on to the end of the context."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # without effect
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    # refused by name
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    def params(self, room: int) -> SamplingParams:
+        """How to sample. `room`: tokens that fit after the prompt, the bound where the body has none."""
+        wanted = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return self._sampling(room if wanted is None else wanted, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+_NEUTRAL: Final[Mapping[str, Sequence[object]]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": (),
+    "logit_bias": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_NEUTRAL_IN_MESSAGES: Final[Mapping[str, Sequence[object]]] = {
+    "annotations": (),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_calls": (),
+}
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def parse_completion(raw: bytes) -> CompletionBody:
+    """A body of `/v1/completions`. Raises `Invalid`."""
+    body = parse(CompletionBody, raw)
+    refuse(body, _NEUTRAL)
+    if body.best_of is not None and body.best_of < body.num_choices:
+        raise Invalid(
+            f"best_of is {body.best_of} and n is {body.num_choices}; expected best_of of at least n", "best_of"
+        )
+    if body.stream and body.best_of not in (None, body.num_choices):
+        raise Invalid("best_of cannot be streamed: the best is known at the end; set stream to false", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise Invalid(
+            "logprobs of the prompt are not computed; leave out echo or logprobs", "echo", "unsupported_parameter"
+        )
+    return body
+
+
+def parse_chat(raw: bytes) -> ChatBody:
+    """A body of `/v1/chat/completions`. Raises `Invalid`."""
+    body = parse(ChatBody, raw)
+    refuse(body, _NEUTRAL)
+    for message in body.messages:
+        refuse(message, _NEUTRAL_IN_MESSAGES)
+    if body.top_logprobs and not body.logprobs:
+        raise Invalid(f"top_logprobs is {body.top_logprobs} and logprobs is not true; set it", "top_logprobs")
+    return body
