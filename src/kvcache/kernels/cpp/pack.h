@@ -259,34 +259,39 @@ KV_INLINE __m512i interleave_nibbles(__m512i a, __m512i b) {
   return _mm512_mask_srli_epi16(words, 0xffff0000u, words, 4);
 }
 
-// Columns come in groups of 32, so that a group has one scale: two vectors of 16 lanes.
+// Pairs (value of row a, value of row b) of the 32 values from `d` on: two vectors of 16 columns. Nothing beyond `dim` is
+// read.
+template <int F>
+KV_INLINE void pair_rows(const uint8_t* a, const uint8_t* b, int d, int dim, __m512i* pairs) {
+  const int left = dim - d;
+  if constexpr (F == BF16) {
+    const __mmask16 mask = left >= 32 ? 0xffff : __mmask16((1u << (left / 2)) - 1u);
+    const __m512i x = _mm512_maskz_loadu_epi32(mask, a + 2 * d), y = _mm512_maskz_loadu_epi32(mask, b + 2 * d);
+    pairs[0] = _mm512_unpacklo_epi16(x, y), pairs[1] = _mm512_unpackhi_epi16(x, y);
+  } else if constexpr (F == Q4) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)(a + d / 2)), y = _mm_loadu_si128((const __m128i*)(b + d / 2));
+    const __m512i words = interleave_nibbles(_mm512_castsi128_si512(x), _mm512_castsi128_si512(y));
+    __m512i all[4];
+    expand_pairs<F>(words, all);
+    pairs[0] = all[0], pairs[1] = all[2];
+  } else {
+    const __mmask8 mask = left >= 32 ? 0xff : __mmask8((1u << (left / 4)) - 1u);
+    const __m256i x = _mm256_maskz_loadu_epi32(mask, a + d), y = _mm256_maskz_loadu_epi32(mask, b + d);
+    expand_pairs<F>(interleave_words(_mm512_castsi256_si512(x), _mm512_castsi256_si512(y)), pairs);
+  }
+}
+
+// Columns come in groups of 32, so that a group has one scale.
 template <int F>
 void pack_values_bf16(const uint8_t* const* rows, Ahead& next, int slots, int dim, uint32_t* out, float* scales) {
   Ahead ahead = next;
   const int columns = round_up(dim, GROUP);
   if constexpr (is_quantised(F)) pack_scales(rows, slots, dim / per_unit(F) * 4, dim / GROUP, scales);
   for (int j = 0; j < slots; j += 2) {
-    const uint8_t *a = rows[j], *b = rows[j + 1];
     uint32_t* to = out + size_t(j / 2) * columns;
     for (int d = 0; d < dim; d += GROUP, to += GROUP) {
-      __m512i pairs[4];
-      if constexpr (F == BF16) {
-        const int left = dim - d;
-        const __mmask16 mask = left >= 32 ? 0xffff : __mmask16((1u << (left / 2)) - 1u);
-        const __m512i x = _mm512_maskz_loadu_epi32(mask, a + 2 * d), y = _mm512_maskz_loadu_epi32(mask, b + 2 * d);
-        pairs[0] = _mm512_unpacklo_epi16(x, y), pairs[1] = _mm512_unpackhi_epi16(x, y);
-      } else if constexpr (F == Q4) {
-        const __m128i x = _mm_loadu_si128((const __m128i*)(a + d / 2)), y = _mm_loadu_si128((const __m128i*)(b + d / 2));
-        const __m512i words = interleave_nibbles(_mm512_castsi128_si512(x), _mm512_castsi128_si512(y));
-        __m512i all[4];
-        expand_pairs<F>(words, all);
-        pairs[0] = all[0], pairs[1] = all[2];
-      } else {
-        const int left = dim - d;
-        const __mmask8 mask = left >= 32 ? 0xff : __mmask8((1u << (left / 4)) - 1u);
-        const __m256i x = _mm256_maskz_loadu_epi32(mask, a + d), y = _mm256_maskz_loadu_epi32(mask, b + d);
-        expand_pairs<F>(interleave_words(_mm512_castsi256_si512(x), _mm512_castsi256_si512(y)), pairs);
-      }
+      __m512i pairs[2 + 2 * (F == Q4)];
+      pair_rows<F>(rows[j], rows[j + 1], d, dim, pairs);
       ahead.step<1>();
       _mm512_store_si512(to, pairs[0]);
       _mm512_store_si512(to + 16, pairs[1]);

@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "gemm.h"
+#include "direct.h"
 
 namespace kv {
 
@@ -35,11 +35,16 @@ struct Segment {
 using PackF32 = void (*)(const uint8_t* const*, Ahead&, int, int, float*, float*);
 using PackPairs = void (*)(const uint8_t* const*, Ahead&, int, int, uint32_t*, float*);
 
+using ScoreDirect = void (*)(const uint32_t*, const uint8_t* const*, float*, int, int, Ahead&);
+using MixDirect = void (*)(const uint32_t*, size_t, const uint8_t* const*, int, float*, const float*, int, int, Ahead&);
+
 // How one side is read: by which product, in which order, with which packer.
 struct Reader {
   bool bf16 = false, scaled = false;
   PackF32 f32 = nullptr;
   PackPairs pairs = nullptr;
+  ScoreDirect score_direct[4] = {};  // by rows - 1; null: tiles are packed
+  MixDirect mix_direct[4] = {};
   int width = 0;  // places of a packed row
   std::vector<int> order;
 
@@ -52,10 +57,19 @@ struct Reader {
 };
 
 template <int F>
-void set_packers(Reader& reader, bool is_key) {
+void set_functions(Reader& reader, bool is_key) {
   reader.f32 = is_key ? pack_keys_f32<F> : pack_values_f32<F>;
 #if defined(KV_BF16)
-  if constexpr (F >= BF16) reader.pairs = is_key ? pack_keys_bf16<F> : pack_values_bf16<F>;
+  if constexpr (F >= BF16) {
+    if (!reader.bf16) return;
+    reader.pairs = is_key ? pack_keys_bf16<F> : pack_values_bf16<F>;
+    const ScoreDirect scores[] = {scores_direct<1>, scores_direct<2>, scores_direct<3>, scores_direct<4>};
+    const MixDirect mixes[] = {mix_direct<F, 1>, mix_direct<F, 2>, mix_direct<F, 3>, mix_direct<F, 4>};
+    for (int i = 0; i < DIRECT_ROWS; i++) {
+      if (F == BF16 && is_key) reader.score_direct[i] = scores[i];
+      if (!is_key) reader.mix_direct[i] = mixes[i];
+    }
+  }
 #endif
 }
 
@@ -67,12 +81,12 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key) {
 #endif
   reader.scaled = reader.bf16 && is_quantised(store.format);
   switch (store.format) {
-    case F32: set_packers<F32>(reader, is_key); break;
-    case F16: set_packers<F16>(reader, is_key); break;
-    case BF16: set_packers<BF16>(reader, is_key); break;
-    case FP8: set_packers<FP8>(reader, is_key); break;
-    case Q8: set_packers<Q8>(reader, is_key); break;
-    default: set_packers<Q4>(reader, is_key); break;
+    case F32: set_functions<F32>(reader, is_key); break;
+    case F16: set_functions<F16>(reader, is_key); break;
+    case BF16: set_functions<BF16>(reader, is_key); break;
+    case FP8: set_functions<FP8>(reader, is_key); break;
+    case Q8: set_functions<Q8>(reader, is_key); break;
+    default: set_functions<Q4>(reader, is_key); break;
   }
   reader.width = is_key ? store.dim : value_columns(store.format, reader.bf16, store.dim);
   reader.order.resize(size_t(reader.width));
@@ -199,6 +213,9 @@ struct Shape {
   Reader keys, values;
   int key_dim, value_dim;
   float scale, softcap;  // softcap 0: none
+
+  bool scores_direct(int rows) const { return rows <= 4 && keys.score_direct[rows - 1] != nullptr; }
+  bool mixes_direct(int rows) const { return rows <= 4 && values.mix_direct[rows - 1] != nullptr; }
 };
 
 // scores[r] = q[base + r] . keys for the rows [begin, end) of one head, whose rows begin at `base`.
@@ -296,43 +313,63 @@ inline void weigh(const Shape& shape, const Scratch& s, int row, int num_rows, i
 }
 
 // Steps of `Ahead` that the work on a tile takes: inner iterations, a block of keys counting for 8.
-inline int work_of(const Shape& shape, int slots, int row_blocks) {
+inline int work_of(const Shape& shape, int slots, int rows) {
   const auto units = [](const Store& store) { return store.dim / per_unit(store.format); };
-  const int key_blocks = slots / LANES * ((units(shape.key_store) + LANES - 1) / LANES);
-  const int score_steps = shape.keys.bf16 ? shape.key_dim / 2 : shape.key_dim * (TILE / (VECTORS * LANES));
-  const int columns = shape.values.width;
-  int value_steps, mix_steps;
-  if (shape.values.bf16) {
-    value_steps = slots / 2 * (columns / GROUP);
-    mix_steps = slots / 2 * ((columns + 63) / 64);
-  } else {
-    value_steps = slots * (columns / per_unit(shape.value_store.format) / LANES);
-    mix_steps = slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
-  }
-  return 8 * key_blocks + value_steps + row_blocks * (score_steps + mix_steps);
+  const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
+  int work = 0;
+  if (shape.scores_direct(rows))
+    work += slots / 4 * ((shape.key_dim + 31) / 32);
+  else
+    work += 8 * (slots / LANES) * ((units(shape.key_store) + LANES - 1) / LANES) +
+            blocks * (shape.keys.bf16 ? shape.key_dim / 2 : shape.key_dim * (TILE / (VECTORS * LANES)));
+  if (shape.mixes_direct(rows))
+    work += slots / 2 * ((columns + 63) / 64);
+  else if (shape.values.bf16)
+    work += slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
+  else
+    work += slots * (columns / per_unit(shape.value_store.format) / LANES) +
+            blocks * slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
+  return work;
 }
 
 // The whole of one tile of one head, for the rows that see some of it: `queries` queries of `group` rows each, of which the
 // first is the task's row `base`. Meanwhile `next` is fetched.
-inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int base, int queries, int group, const Scratch& s) {
+inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int base, int queries, int group,
+                     const Scratch& s) {
   int first = 0, last = queries;
   while (first < last && (s.ends.at[first] <= tile.lowest || s.begins.at[first] > tile.highest)) first++;
   while (last > first && (s.ends.at[last - 1] <= tile.lowest || s.begins.at[last - 1] > tile.highest)) last--;
   if (first == last) return;
   const int begin = first * group, end = last * group, rows = queries * group;
-  const int work = work_of(shape, tile.slots, (end - begin + MAX_ROWS - 1) / MAX_ROWS);
   Ahead ahead{next.runs, next.runs + next.num_runs, {nullptr, nullptr}, 0, 0};
-  ahead.rate = next.num_lines * 256 / work + 1;
-  shape.keys.pack(tile.keys, ahead, tile.slots, shape.key_dim, s.tile.at, s.key_scales.at);
-  score(shape, s, base, begin, end, ahead);
-  shape.values.pack(tile.values, ahead, tile.slots, shape.value_dim, s.tile.at, s.value_scales.at);
+  ahead.rate = next.num_lines * 256 / work_of(shape, tile.slots, end - begin) + 1;
+  const uint32_t* queries_bf16 = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base + begin) * (shape.key_dim / 2);
+  if (shape.scores_direct(end - begin)) {
+    shape.keys.score_direct[end - begin - 1](queries_bf16, tile.keys, s.scores.at + size_t(begin) * TILE, shape.key_dim / 2,
+                                             tile.slots, ahead);
+  } else {
+    shape.keys.pack(tile.keys, ahead, tile.slots, shape.key_dim, s.tile.at, s.key_scales.at);
+    score(shape, s, base, begin, end, ahead);
+  }
+  const bool direct = shape.mixes_direct(end - begin);
+  if (!direct)
+    shape.values.pack(tile.values, ahead, tile.slots, shape.value_dim, s.tile.at, s.value_scales.at);
+  else if (shape.values.scaled)
+    pack_scales(tile.values, tile.slots, shape.value_dim / per_unit(shape.value_store.format) * 4, shape.value_dim / GROUP,
+                s.value_scales.at);
   for (int r = begin; r < end; r++) {
     const int q = r / group;
     soften(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, s.m.at[base + r],
            s.l.at[base + r], s.correction.at[r]);
     if (shape.values.bf16) weigh(shape, s, r, rows, tile.slots);
   }
-  mix(shape, s, base, begin, end, rows, tile.slots, ahead);
+  if (direct)
+    shape.values.mix_direct[end - begin - 1](
+        reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(begin) * (TILE / 2), size_t(rows) * (TILE / 2), tile.values,
+        shape.value_dim, s.output.at + size_t(base + begin) * shape.values.width, s.correction.at + begin,
+        shape.values.width, tile.slots, ahead);
+  else
+    mix(shape, s, base, begin, end, rows, tile.slots, ahead);
 }
 
 }  // namespace kv

@@ -1,0 +1,111 @@
+// The products of few rows in bf16, straight from stored rows: a tile that is read once is not worth packing.
+//
+// Scores of bf16 keys are dot products along the stored row; four keys are summed across lanes together, so a score costs
+// 3 shuffles. Outputs of all formats take the pairs of two rows as they are expanded in registers.
+#pragma once
+
+#include "gemm.h"
+
+namespace kv {
+
+#if defined(KV_BF16)
+
+constexpr int DIRECT_ROWS = 4;  // above, a packed tile is cheaper
+
+// Sums of four vectors, for each 128-bit part: (a, b, c, d).
+KV_INLINE __m512 sum_parts(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+
+// The four parts of each of four vectors added: part i of the result is the sum of v[i]'s parts.
+KV_INLINE __m512 sum_of_parts(const __m512* v) {
+  const __m512 a = _mm512_shuffle_f32x4(v[0], v[1], 0x44), b = _mm512_shuffle_f32x4(v[0], v[1], 0xee);
+  const __m512 c = _mm512_shuffle_f32x4(v[2], v[3], 0x44), d = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
+  const __m512 x = _mm512_add_ps(a, b), y = _mm512_add_ps(c, d);  // parts 0, 1 of the first, 0, 1 of the second
+  return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+}
+
+// scores[r][:slots] = q[r] . keys, for bf16 keys where they lie. `pairs` is dim / 2.
+template <int MR>
+void scores_direct(const uint32_t* q, const uint8_t* const* rows, float* scores, int pairs, int slots, Ahead& next) {
+  Ahead ahead = next;
+  for (int k = 0; k < slots; k += 16) {
+    __m512 parts[MR][4];
+#pragma GCC unroll 4
+    for (int quad = 0; quad < 4; quad++) {
+      const uint8_t* const* row = rows + k + 4 * quad;
+      __m512 acc[MR][4];
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) acc[r][i] = _mm512_setzero_ps();
+      for (int c = 0; c < pairs; c += 16) {
+        ahead.step<1>();
+        const __mmask16 mask = pairs - c >= 16 ? 0xffff : __mmask16((1u << (pairs - c)) - 1u);
+        __m512i key[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) key[i] = _mm512_maskz_loadu_epi32(mask, row[i] + 4 * c);
+#pragma GCC unroll 4
+        for (int r = 0; r < MR; r++) {
+          const __m512i query = _mm512_maskz_loadu_epi32(mask, q + size_t(r) * pairs + c);
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], (__m512bh)query, (__m512bh)key[i]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; r++) parts[r][quad] = sum_parts(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; r++) _mm512_store_ps(scores + r * TILE + k, sum_of_parts(parts[r]));
+  }
+  next = ahead;
+}
+
+template <int F, int MR, int NV>
+KV_INLINE void mix_block_direct(const uint32_t* p, size_t p_stride, const uint8_t* const* rows, int d, int dim, float* out,
+                                const float* correction, int columns, int slots, Ahead& ahead) {
+  __m512 acc[MR][NV];
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) acc[r][v] = _mm512_setzero_ps();
+  for (int j = 0; j < slots; j += 2) {
+    ahead.step<1>();
+    __m512i b[NV + 2];
+#pragma GCC unroll 2
+    for (int g = 0; g < NV / 2; g++) pair_rows<F>(rows[j], rows[j + 1], d + g * GROUP, dim, b + 2 * g);
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], p[v / 2 * p_stride + r * (TILE / 2) + j / 2], b[v]);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; r++) {
+    const __m512 c = _mm512_set1_ps(correction[r]);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+      float* to = out + size_t(r) * columns + d + v * 16;
+      _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), c, acc[r][v]));
+    }
+  }
+}
+
+// out[r] = out[r] * correction[r] + p[r] . values, for values where they lie; see `mix_bf16`.
+template <int F, int MR>
+void mix_direct(const uint32_t* p, size_t p_stride, const uint8_t* const* rows, int dim, float* out,
+                const float* correction, int columns, int slots, Ahead& next) {
+  Ahead ahead = next;
+  const size_t stride = is_quantised(F) ? p_stride : 0;
+  int d = 0;
+  for (; d + 64 <= columns; d += 64)
+    mix_block_direct<F, MR, 4>(p + d / GROUP * stride, stride, rows, d, dim, out, correction, columns, slots, ahead);
+  if (d < columns)
+    mix_block_direct<F, MR, 2>(p + d / GROUP * stride, stride, rows, d, dim, out, correction, columns, slots, ahead);
+  next = ahead;
+}
+#endif
+
+}  // namespace kv
