@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias, cast, final
+from typing import Annotated, Any, Final, Literal, TypeAlias, final
 
 from pydantic import Field
 
@@ -117,8 +117,8 @@ class CompletionBody(_Common):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [cast("list[int]", self.prompt)]
-        return list(cast("list[str] | list[list[int]]", self.prompt))
+            return [self.prompt]
+        return list(self.prompt)
 
     def params(self, room: int) -> SamplingParams:
         """How to sample. `room`: tokens that fit after the prompt; no bound here, since 16 is the default."""

@@ -6,7 +6,7 @@ One HTTP request may carry several prompts and ask for `n` completions of each; 
     choice   0  1  2  3
 
 A stream of one chat choice: {role}, {content} for each token that shows text, {finish_reason}; when asked for, a last
-chunk without choices has the usage. Source of the shapes: OpenAI's API reference and the models of the `openai` package.
+chunk without choices has the usage. Source of the shapes: OpenAI's API reference, the models of the `openai` package.
 """
 
 from __future__ import annotations
