@@ -271,7 +271,7 @@ class Oracle:
 
 @dataclass(slots=True)
 class Removal:
-    """A removal that was thought through: the story afterwards (`None`: as before), its possible ends, what may happen."""
+    """A removal thought through: the story afterwards (`None`: as before), its possible ends, what may happen."""
 
     new: Story | None
     ends: set[int]

@@ -1,9 +1,9 @@
 """Every short sequence of operations in a tiny world: blocks of two slots, a pool of five, two sequences.
 
 Small worlds have all the borders of large ones. The tree of operations is walked depth first; a cache cannot be cloned
-from outside, so each node replays its path, in which only the last operation is compared. An operation that failed or changed nothing has been
-shown to change nothing, so what follows it is what would follow without it: its branch ends there. That is what makes
-the depth reachable; nothing is sampled.
+from outside, so each node replays its path, in which only the last operation is compared. An operation that failed or
+changed nothing has been shown to change nothing, so what follows it is what would follow without it: its branch ends
+there. That is what makes the depth reachable; nothing is sampled.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from duel import Duel, told
 
+from duel import Duel, told
 from kvcache import Chunked, Full, Sliding
 
 Operation = Callable[[Duel], str]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from arrays import BACKENDS
 from duel import Duel, told
-
 from kvcache import Chunked, Full, Sliding
 
 SEQUENCES = (0, 1, 2, 9)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from arrays import BACKENDS, open_columns, to_backend, to_numpy
 
+from arrays import BACKENDS, open_columns, to_backend, to_numpy
 from kvcache import Batch, CacheConfig, CausalCache, Chunked, Full, Sliding
 from kvcache.kernels.rope import rope_shift
 
