@@ -1,13 +1,14 @@
 """transformers models on our caches.
 
-| name                                    | what it does                                                      | file              |
-|-----------------------------------------|-------------------------------------------------------------------|-------------------|
-| `cache_for(model, capacity=...)`        | a `transformers.Cache` for `generate()`, with `reuse` and forks   | `cache.py`        |
-| `attn_implementation="kvcache"`         | attention of unmodified models reads our blocks in place          | `attention.py`    |
-| `layout_of(model)`                      | what each layer keeps, and the `HybridCache` that fits            | `layout.py`       |
+| name                            | what it does                                                    | file           |
+|---------------------------------|-----------------------------------------------------------------|----------------|
+| `cache_for(model, capacity=...)` | a `transformers.Cache` for `generate()`, with `reuse` and forks | `cache.py`     |
+| `attn_implementation="kvcache"` | attention of unmodified models reads our blocks in place        | `attention.py` |
+| `layout_of(model)`              | what each layer keeps, and the `HybridCache` that fits          | `layout.py`    |
+| `load(name)`                    | a model and its tokenizer: hub id, folder, `.gguf`, or `"demo"` | `loading.py`   |
 
-transformers and torch are imported by the first name that is used. After `import kvcache.hf` a model can be loaded with
-`attn_implementation="kvcache"` once `register()` has run; `cache_for` runs it.
+transformers and torch are imported by the first name that is used. From then on transformers knows the attention
+implementation: `from kvcache.hf import cache_for` before `from_pretrained(..., attn_implementation="kvcache")`.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcache.hf.attention import register
     from kvcache.hf.cache import cache_for
     from kvcache.hf.layout import Layout, layout_of
+    from kvcache.hf.loading import Loaded, load
 
-__all__ = ["Layout", "cache_for", "layout_of", "register"]
+__all__ = ["Layout", "Loaded", "cache_for", "layout_of", "load"]
 
 _HOMES = {
     "Layout": "kvcache.hf.layout",
+    "Loaded": "kvcache.hf.loading",
     "cache_for": "kvcache.hf.cache",
     "layout_of": "kvcache.hf.layout",
-    "register": "kvcache.hf.attention",
+    "load": "kvcache.hf.loading",
 }
 
 

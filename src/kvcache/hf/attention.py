@@ -121,7 +121,7 @@ def reader_of(keys: Tensor) -> Reader | None:
 
 
 def register() -> None:
-    """Make `attn_implementation="kvcache"` known to transformers. Repeating it changes nothing."""
+    """Make `attn_implementation="kvcache"` known to transformers; done when this file is imported."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask_for)
 
@@ -246,3 +246,6 @@ def attention_with_scores(
     weights = torch.dropout(weights.to(value.dtype), dropout, train=dropout > 0.0)
     output = torch.matmul(weights.reshape(B, H, Hq // H * q, S), value)
     return output.view(B, Hq, q, value.shape[3]).transpose(1, 2).contiguous()
+
+
+register()

@@ -6,7 +6,6 @@ from typing import Any
 
 from kvcache import backends, formats
 from kvcache.backends import Backend
-from kvcache.hf.attention import register
 from kvcache.hf.encoder_decoder import EncoderDecoderGenerateCache
 from kvcache.hf.generate_cache import GenerateCache
 from kvcache.hf.hooks import install
@@ -50,7 +49,6 @@ def cache_for(
     members = layout.members(size, memory=memory)
     pool = Pool(layout, members, backend, name, integer(max_sequences, "max_sequences", minimum=1), capacity)
     install(model)
-    register()
     cache = GenerateCache(model, pool)
     return EncoderDecoderGenerateCache(cache, len(layout.layers)) if layout.is_encoder_decoder else cache
 

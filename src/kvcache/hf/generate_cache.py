@@ -335,13 +335,13 @@ class GenerateCache(TransformersCache):
             return self.media.has(layer)
         if kind.span is None or not self._rows.length:
             return False
-        return layer in self._pool.causal(self._layout.member(layer)).storage.layers
+        return layer in self._pool.causal(self._pool.member_of(layer)).storage.layers
 
     def stored(self, layer: int) -> Gathered:
         """See `layers.Owner`."""
         if self._layout.layers[layer].is_cross:
             return self.media.get(layer)
-        cache = self._pool.causal(self._layout.member(layer))
+        cache = self._pool.causal(self._pool.member_of(layer))
         rows = self._rows
         first = first_column(cache.tables.span, rows.length)
         columns = columns_of(cache.tables, rows.sequences, rows.padding, first, rows.length, self._device)

@@ -98,7 +98,7 @@ class Pass:
     def put(self, layer: int, keys: Tensor, values: Tensor) -> Gathered | None:
         """Store new keys [B,H,q,D] and values [B,H,q,Dv]. Answers with all columns where blocks will not show them."""
         self.seen.add(layer)
-        member = self.pool.layout.member(layer)
+        member = self.pool.member_of(layer)
         cache = self.pool.causal(member)
         whole = None
         if member in self._tails:
@@ -111,7 +111,7 @@ class Pass:
 
     def gather(self, layer: int, keys: Tensor, values: Tensor) -> Gathered:
         """All columns that masks of this layer have; `keys` and `values` are the new ones, put before."""
-        member = self.pool.layout.member(layer)
+        member = self.pool.member_of(layer)
         cache = self.pool.causal(member)
         if not self.new:
             return Gathered(keys, values)
@@ -126,7 +126,7 @@ class Pass:
 
     def attend(self, layer: int, call: Call, whole: Gathered | None) -> Tensor:
         """Attention [B,q,Hq,Dv] over the blocks of a layer, or over `whole` where they do not show everything."""
-        member = self.pool.layout.member(layer)
+        member = self.pool.member_of(layer)
         cache = self.pool.causal(member)
         queries = call.queries
         B, Hq, q, _ = queries.shape

@@ -62,6 +62,7 @@ class Pool:
         self.members = tuple(members)
         self.every = HybridCache(*members)
         self.encoder = EncoderCache()
+        self._member_of = tuple(layout.member(i) for i in range(len(layout.layers)))
         self.flush: Callable[[], None] | None = None
         """Writes back the states that the last pass lent; called before anything that reads or changes them."""
         whole = max_sequences * capacity
@@ -79,6 +80,10 @@ class Pool:
         member = self.members[self.layout.state_member]
         assert isinstance(member, RecurrentCache)
         return member
+
+    def member_of(self, layer: int) -> int:
+        """The member that keeps the keys and values of a layer."""
+        return self._member_of[layer]
 
     def causal(self, member: int) -> CausalCache:
         """A member that keeps keys and values."""
