@@ -283,6 +283,7 @@ TRANSITIONS: Final[Mapping[tuple[State, Action], State]] = {
     (State.WAITING, Action.ABORT): State.ABORTED,
     (State.PREFILL, Action.COMPUTED): State.DECODE,
     (State.PREFILL, Action.PREEMPT): State.WAITING,
+    (State.PREFILL, Action.FINISH): State.FINISHED,
     (State.PREFILL, Action.ABORT): State.ABORTED,
     (State.DECODE, Action.PREEMPT): State.WAITING,
     (State.DECODE, Action.FINISH): State.FINISHED,

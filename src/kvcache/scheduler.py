@@ -135,6 +135,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def has_slot(self) -> bool:
+        """Whether one more sequence may run."""
+        return sum(self.entries[number].num_slots for _, number in self._running) < self.max_sequences
+
+    @property
     def capacity(self) -> int | None:
         """Tokens of the longest sequence that fits alone; None: any."""
         return min((c for member in self.members if (c := member.capacity()) is not None), default=None)
@@ -156,6 +161,8 @@ class Scheduler:
         block in reserve, so that it is not preempted at once for the newcomer.
         """
         running = [self.entries[number] for _, number in self._running]
+        if not running:
+            return True  # requests that do not fit alone are refused before they get here
         if sum(other.num_slots for other in running) + entry.num_slots > self.max_sequences:
             return False
         reserve = len(running) + 2 * (entry.num_slots - 1)
@@ -171,6 +178,11 @@ class Scheduler:
         entry.copies_tail = num_cached > 0
         self._waiting.remove((entry.rank, entry.number))
         insort(self._running, (entry.rank, entry.number))
+
+    def computed(self, entry: Entry) -> None:
+        """All its tokens are computed: from now on it grows by one token a step."""
+        entry.state = advance(entry.state, Action.COMPUTED)
+        entry.stops = ()
 
     def fork(self, entry: Entry, number: int) -> Entry:
         """A copy of a running sequence, running too; it takes one of its slots."""

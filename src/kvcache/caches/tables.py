@@ -239,7 +239,11 @@ class Tables:
             raise ValueError(f"sequence {sequence} exists already; remove it before it adopts a prefix")
         blocks = [self.pool.find(key) for key in keys]
         found = [block for block in blocks if block is not None]
-        if len(found) != len(keys) or len(keys) != -(-(end - begin) // self.block_size) or begin % self.block_size:
+        if (
+            len(found) != len(keys)
+            or len(keys) != -(-(end - begin) // self.block_size)
+            or (begin < end and begin % self.block_size)
+        ):
             raise ValueError(
                 f"[{begin}, {end}) takes blocks of {self.block_size} from a multiple of it on, all published; "
                 f"{len(found)} of {len(keys)} are"

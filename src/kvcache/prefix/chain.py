@@ -74,6 +74,13 @@ class Chain:
         self._media = sorted((position, encoded(key)) for position, key in media)
         self._keys: list[bytes] = []
 
+    def copy(self) -> Chain:
+        """The same chain, to go on differently."""
+        copy = Chain(self.root, self.block_size)
+        copy._media = self._media
+        copy._keys = self._keys.copy()
+        return copy
+
     def key(self, tokens: Sequence[int], index: int) -> bytes:
         """The key of full block `index`."""
         keys, size = self._keys, self.block_size

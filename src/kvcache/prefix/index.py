@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, TypeAlias, final
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, final
 
 from kvcache.errors import CorruptState
 from kvcache.prefix.chain import Chain, common_length
@@ -22,6 +22,8 @@ from kvcache.prefix.members import Member, Path
 from kvcache.spec import Match
 
 __all__ = ["Hit", "PrefixEvent", "PrefixIndex", "Promises", "Removed", "Stored"]
+
+Owner = TypeVar("Owner", bound=Hashable)
 
 MAX_TAILS = 64
 """Blocks that are compared with a prompt's next tokens, the newest first: a bound on time, reached when more prompts
@@ -213,26 +215,31 @@ def _reason(point: int, num_known: int, limit: int, blamed: Member | None) -> st
 
 
 @final
-class Promises:
+class Promises(Generic[Owner]):
     """Blocks that requests under way are about to compute: who comes with the same prefix waits for them."""
 
     __slots__ = ("_keys", "_owners")
 
     def __init__(self) -> None:
-        self._owners: dict[bytes, int] = {}
-        self._keys: dict[int, list[bytes]] = {}
+        self._owners: dict[bytes, Owner] = {}
+        self._keys: dict[Owner, list[bytes]] = {}
 
-    def make(self, owner: int, keys: Iterable[bytes]) -> None:
-        """`owner` is going to compute these."""
-        for key in keys:
-            if self._owners.setdefault(key, owner) == owner:
-                self._keys.setdefault(owner, []).append(key)
+    def make(self, owner: Owner, keys: Iterable[bytes]) -> None:
+        """`owner` is going to compute these, unless somebody else is."""
+        new = [key for key in keys if key not in self._owners]
+        self._owners.update(dict.fromkeys(new, owner))
+        self._keys.setdefault(owner, []).extend(new)
 
-    def owner(self, key: bytes) -> int | None:
+    def owner(self, key: bytes) -> Owner | None:
         """Who is going to compute this block."""
         return self._owners.get(key)
 
-    def withdraw(self, owner: int) -> None:
-        """`owner` has computed what it promised, or never will."""
+    def fulfil(self, key: bytes) -> None:
+        """It has been computed."""
+        self._owners.pop(key, None)
+
+    def withdraw(self, owner: Owner) -> None:
+        """`owner` will compute nothing more."""
         for key in self._keys.pop(owner, ()):
-            self._owners.pop(key, None)
+            if self._owners.get(key) is owner:
+                del self._owners[key]

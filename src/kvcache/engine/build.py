@@ -1,0 +1,69 @@
+"""What an engine needs to know of a model, and the cache that it makes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvcache import backends
+from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
+from kvcache.scheduler import MemberShape
+
+__all__ = ["initialised", "max_length", "stop_tokens"]
+
+PUBLISHED_SHARE = 4
+"""States and media kept for reuse may take as much as a quarter of what the blocks take."""
+
+PUBLISHED_STATES = 64
+"""And room for as many states, at least, for each sequence that may run: without blocks there is no other measure."""
+
+
+def initialised(
+    members: Sequence[Cache],
+    shapes: Sequence[MemberShape],
+    formats: str | tuple[str, str],
+    device: Any,
+    *,
+    max_sequences: int,
+    max_batch: int,
+    block_bytes: Sequence[int],
+    state_bytes: int,
+) -> Cache:
+    """The members, each with a pool of its own size, as one cache."""
+    arrays = backends.torch(str(device))
+    blocks = iter(shapes)
+    num_bytes = 0
+    for member, size in zip(members, block_bytes, strict=True):
+        if isinstance(member, CausalCache):
+            shape = next(blocks)
+            num_tokens = shape.num_blocks * shape.block_size
+            num_bytes += shape.num_blocks * size
+            member.init(
+                arrays, formats, max_sequences, max(num_tokens, max_batch), max_batch, num_blocks=shape.num_blocks
+            )
+        else:
+            member.init(arrays, formats, max_sequences, max_batch, max_batch)
+    for member in members:
+        if isinstance(member, RecurrentCache):
+            member.published.limit = max(num_bytes // PUBLISHED_SHARE, PUBLISHED_STATES * state_bytes)
+        elif isinstance(member, EncoderCache):
+            member.published.limit = max(num_bytes // PUBLISHED_SHARE, 2**24)
+    return members[0] if len(members) == 1 else HybridCache(*members)
+
+
+def max_length(model: Any) -> int | None:
+    """Tokens that the model was made for; None where its configuration sets no limit."""
+    text = model.config.get_text_config(decoder=True)
+    for name in ("max_position_embeddings", "n_positions", "max_target_positions"):
+        limit = getattr(text, name, None)
+        if isinstance(limit, int) and limit > 0 and not model.config.model_type.startswith(("t5", "mamba")):
+            return limit
+    return None
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an output, by the generation config and the tokenizer."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ids = [named] if isinstance(named, int) else list(named or ())
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset([*ids, own] if own is not None else ids)

@@ -1,0 +1,52 @@
+"""What an engine has done since it was made, and what it holds now: numbers for people and for Prometheus."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+__all__ = ["Blocks", "Counts", "Metrics"]
+
+
+class Blocks(NamedTuple):
+    """Blocks of one member: free ones hold nothing, cached ones can be reused or evicted."""
+
+    member: str
+    num_free: int
+    num_held: int
+    num_cached: int
+
+
+@final
+@dataclass(slots=True)
+class Counts:
+    """Counters that only grow. `num_misses`: admissions without any cached token, by reason."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_hits: int = 0
+    num_misses: Counter[str] = field(default_factory=Counter)
+    num_partial: Counter[str] = field(default_factory=Counter)
+    num_preemptions: int = 0
+    num_finished: Counter[str] = field(default_factory=Counter)
+    num_drafted: int = 0
+    num_drafts_accepted: int = 0
+    forward_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Counters, and the present: requests that wait and run, and the blocks of each member."""
+
+    counts: Counts
+    num_waiting: int
+    num_running: int
+    num_evicted_blocks: int
+    blocks: tuple[Blocks, ...]

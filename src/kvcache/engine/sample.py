@@ -1,0 +1,87 @@
+"""One output under way, and the request that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from kvcache.engine.sampler import Chooser
+from kvcache.engine.text import StopTexts, TextStream
+from kvcache.prefix import Chain
+from kvcache.request import Completion, MediaInput, Request, TokenLogprobs
+from kvcache.spec import Match
+
+__all__ = ["Group", "Sample"]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Group:
+    """A request and its outputs. `finished` holds back those of `best_of`, until it is known which are best."""
+
+    request: Request
+    added: float
+    samples: dict[int, Sample] = field(default_factory=dict)
+    finished: list[tuple[float, Completion]] = field(default_factory=list)
+
+    @property
+    def chooses_best(self) -> bool:
+        """Whether more outputs are computed than are wanted."""
+        return self.request.params.num_samples > self.request.params.n
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One output: `tokens` are the prompt's and the generated ones, the last of which may not be computed yet.
+
+    chain: None where nothing is to be published (any more). awaited: the block of another request that it waits for.
+    """
+
+    number: int
+    index: int
+    group: Group
+    tokens: list[int]
+    num_prompt: int
+    chooser: Chooser
+    stream: TextStream
+    stops: StopTexts
+    chain: Chain | None = None
+    awaited: bytes | None = None
+    match: Match | None = None
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sum_logprob: float = 0.0
+    first_token: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.group.request
+
+    @property
+    def media(self) -> Sequence[MediaInput]:
+        return self.group.request.media
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def completion(self, reason: str, now: float) -> Completion:
+        """What came of it. `now`: the engine's clock."""
+        added = self.group.added
+        return Completion(
+            text="".join(self.text),
+            token_ids=tuple(self.tokens[self.num_prompt :]),
+            finish_reason=reason,
+            prompt_tokens=self.num_prompt,
+            cached_tokens=self.match.num_tokens if self.match else 0,
+            time_to_first_token=(now if self.first_token is None else self.first_token) - added,
+            seconds=now - added,
+            request_id=self.request.id,
+            index=self.index,
+            logprobs=tuple(self.logprobs) if self.request.params.logprobs is not None else None,
+            match=self.match,
+            num_preemptions=self.num_preemptions,
+        )
