@@ -4,17 +4,19 @@
 
 Bodies are strict: no text is taken for a number, and a field nobody knows is an error: whoever misspells `temperature`
 must not get an answer computed without it. A field that is known, yet would change the answer in a way we cannot serve,
-is refused by its name (`refuse`). Values only: no I/O, no clock.
+is refused by its name (`Refused`). Values only: no I/O, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-__all__ = ["Body", "Invalid", "parse", "refuse"]
+__all__ = ["Body", "Invalid", "Refused", "parse"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -37,6 +39,29 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+@final
+@dataclass(frozen=True)
+class Refused:
+    """`tools: Annotated[Any, Refused("none")]`: a field that we know and do not serve.
+
+    Null, empty values and `neutral` ones ask for nothing and pass; any other is an error with the field's name.
+    """
+
+    neutral: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, core_schema.any_schema())
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [None, "", [], {}, *self.neutral], "description": "not supported"}
+
+    def _checked(self, value: Any) -> Any:
+        for each in (None, "", [], {}, *self.neutral):
+            if value == each and isinstance(value, bool) == isinstance(each, bool):
+                return value
+        raise PydanticCustomError("unsupported", "this server does not support it; leave it out")
+
+
 def parse(model: type[_Model], raw: bytes) -> _Model:
     """The body as `model`. Raises `Invalid` for what is no JSON (or no UTF-8), and for what does not fit the model."""
     try:
@@ -57,6 +82,11 @@ def _explained(error: ValidationError) -> Invalid:
     if first["type"] == "extra_forbidden":
         name = ".".join(map(str, first["loc"]))
         return Invalid(f"Unrecognized request argument supplied: {_clipped(name)}", param, "unknown_parameter")
+    if first["type"] == "unsupported":
+        name = ".".join(str(part) for part in first["loc"])
+        return Invalid(
+            f"{_clipped(name)}: {first['msg']}; got {_shown(first['input'])}", param, "unsupported_parameter"
+        )
     if first["type"] == "missing":
         name = ".".join(str(part) for part in first["loc"])
         return Invalid(f"{_clipped(name)}: missing; it is required", param, "missing_required_parameter")
@@ -77,18 +107,3 @@ def _shown(value: object) -> str:
 
 def _clipped(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def refuse(body: BaseModel, neutral: Mapping[str, Sequence[object]]) -> None:
-    """Raise `Invalid` for a field that asks for what is not served.
-
-    neutral: of each field, the values that ask for nothing; null and empty ones always do.
-    """
-    for name in sorted(body.model_fields_set & neutral.keys()):
-        value = getattr(body, name)
-        if value is not None and value not in ("", [], {}) and value not in neutral[name]:
-            raise Invalid(
-                f"{name} is {_shown(value)}: this server does not support {name}; leave it out",
-                name,
-                "unsupported_parameter",
-            )

@@ -19,7 +19,7 @@ package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias, cast, final
 
@@ -27,7 +27,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from kvcache.request import Completion, Logprob, SamplingParams, Token, TokenLogprobs
-from kvcache.wire import Body, Invalid, parse, refuse
+from kvcache.wire import Body, Invalid, Refused, parse
 
 __all__ = [
     "ChatReply",
@@ -71,7 +71,7 @@ class Options(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
-    repeat_last_n: Int | None = None
+    repeat_last_n: Annotated[Any, Refused((-1, 0))] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     num_keep: Annotated[int, Field(ge=0, lt=2**31)] | None = 4
@@ -87,12 +87,12 @@ class Options(Body):
     use_mlock: bool | None = None
     num_thread: Int | None = None
     # refused by name
-    logits_all: bool | None = None
-    vocab_only: bool | None = None
-    embedding_only: bool | None = None
-    tfs_z: float | None = None
-    typical_p: float | None = None
-    mirostat: int | None = None
+    logits_all: Annotated[Any, Refused((False,))] = None
+    vocab_only: Annotated[Any, Refused((False,))] = None
+    embedding_only: Annotated[Any, Refused((False,))] = None
+    tfs_z: Annotated[Any, Refused((1,))] = None
+    typical_p: Annotated[Any, Refused((1,))] = None
+    mirostat: Annotated[Any, Refused((0,))] = None
     # of mirostat alone: without effect
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
@@ -109,9 +109,9 @@ class _Common(Body):
     shift: bool | None = False
     keep_alive: float | str | None = None
     # refused by name
-    format: Any = None
-    think: bool | str | None = None
-    truncate: bool | None = None
+    format: Annotated[Any, Refused()] = None
+    think: Annotated[Any, Refused((False,))] = None
+    truncate: Annotated[Any, Refused((False,))] = None
 
     def params(self, room: int) -> SamplingParams:
         """How to sample. `room`: tokens that fit after the prompt, the bound where the body has none."""
@@ -145,12 +145,12 @@ class GenerateBody(_Common):
     context: list[TokenId] | None = None
     raw: bool | None = False
     # refused by name
-    suffix: str | None = None
-    template: str | None = None
-    images: list[Any] | None = None
-    width: int | None = None
-    height: int | None = None
-    steps: int | None = None
+    suffix: Annotated[Any, Refused()] = None
+    template: Annotated[Any, Refused()] = None
+    images: Annotated[Any, Refused()] = None
+    width: Annotated[Any, Refused((0,))] = None
+    height: Annotated[Any, Refused((0,))] = None
+    steps: Annotated[Any, Refused((0,))] = None
 
 
 @final
@@ -160,10 +160,10 @@ class OllamaMessage(Body):
     role: Literal["system", "user", "assistant"]
     content: str = ""
     # refused by name
-    thinking: str | None = None
-    images: list[Any] | None = None
-    tool_name: str | None = None
-    tool_calls: list[Any] | None = None
+    thinking: Annotated[Any, Refused()] = None
+    images: Annotated[Any, Refused()] = None
+    tool_name: Annotated[Any, Refused()] = None
+    tool_calls: Annotated[Any, Refused()] = None
 
     @property
     def text(self) -> str:
@@ -177,7 +177,7 @@ class OllamaChatBody(_Common):
 
     messages: Annotated[list[OllamaMessage], Field(max_length=10_000)] | None = None
     # refused by name
-    tools: list[Any] | None = None
+    tools: Annotated[Any, Refused()] = None
 
 
 @final
@@ -188,45 +188,12 @@ class ShowBody(Body):
     name: str | None = None
     verbose: bool | None = None
     # refused by name
-    system: str | None = None
-    template: str | None = None
-    options: Any = None
-
-
-_NEUTRAL: Final[Mapping[str, Sequence[object]]] = {
-    "format": (),
-    "height": (0,),
-    "images": (),
-    "steps": (0,),
-    "suffix": (),
-    "system": (),
-    "template": (),
-    "think": (False,),
-    "tools": (),
-    "truncate": (False,),
-    "width": (0,),
-}
-_NEUTRAL_OPTIONS: Final[Mapping[str, Sequence[object]]] = {
-    "embedding_only": (False,),
-    "logits_all": (False,),
-    "mirostat": (0,),
-    "repeat_last_n": (-1, 0),
-    "tfs_z": (1.0,),
-    "typical_p": (1.0,),
-    "vocab_only": (False,),
-}
-_NEUTRAL_IN_MESSAGES: Final[Mapping[str, Sequence[object]]] = {
-    "images": (),
-    "thinking": (),
-    "tool_calls": (),
-    "tool_name": (),
-}
+    system: Annotated[Any, Refused()] = None
+    template: Annotated[Any, Refused()] = None
+    options: Annotated[Any, Refused()] = None
 
 
 def _checked(body: _Common) -> None:
-    refuse(body, {name: values for name, values in _NEUTRAL.items() if name != "system"})
-    if body.options is not None:
-        refuse(body.options, _NEUTRAL_OPTIONS)
     if body.top_logprobs and not body.logprobs:
         raise Invalid(f"top_logprobs is {body.top_logprobs} and logprobs is not true; set it", "top_logprobs")
 
@@ -244,15 +211,12 @@ def parse_chat(raw: bytes) -> OllamaChatBody:
     """A body of `/api/chat`. Raises `Invalid`."""
     body = parse(OllamaChatBody, raw)
     _checked(body)
-    for message in body.messages or ():
-        refuse(message, _NEUTRAL_IN_MESSAGES)
     return body
 
 
 def parse_show(raw: bytes) -> str:
     """The model that a body of `/api/show` asks for. Raises `Invalid`."""
     body = parse(ShowBody, raw)
-    refuse(body, {**_NEUTRAL, "options": ()})
     name = body.model or body.name
     if not name:
         raise Invalid("model: missing; it is required", "model")
@@ -404,10 +368,7 @@ def _logprob(one: Logprob) -> TopLogprob:
 
 
 def _logprobs(tokens: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
-    made: list[TokenLogprob] = []
-    for each in tokens:
-        made.append({**_logprob(each.chosen), "top_logprobs": [_logprob(top) for top in each.top]})
-    return made
+    return [{**_logprob(each.chosen), "top_logprobs": [_logprob(top) for top in each.top]} for each in tokens]
 
 
 def _line(is_chat: bool, model: str, now: datetime, text: str, done: bool) -> GenerateReply | ChatReply:

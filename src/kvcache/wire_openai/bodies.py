@@ -10,13 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeAlias, final
+from typing import Annotated, Any, Literal, TypeAlias, final
 
 from pydantic import Field
 
 from kvcache.request import SamplingParams
-from kvcache.wire import Body, Invalid, parse, refuse
+from kvcache.wire import Body, Invalid, Refused, parse
 
 __all__ = ["ChatBody", "CompletionBody", "Message", "parse_chat", "parse_completion"]
 
@@ -64,7 +63,7 @@ class _Common(Body):
     # without effect
     user: str | None = None
     # refused by name
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[Any, Refused()] = None
 
     @property
     def wants_usage(self) -> bool:
@@ -109,7 +108,7 @@ class CompletionBody(_Common):
     echo: bool | None = False
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     # refused by name
-    suffix: str | None = None
+    suffix: Annotated[Any, Refused()] = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -140,12 +139,12 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
-    # what assistants' messages carry when clients send them back; asks for nothing when null or empty
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: Any = None
-    function_call: Any = None
-    tool_calls: Any = None
+    # what assistants' messages carry when clients send them back; refused unless they ask for nothing
+    refusal: Annotated[Any, Refused()] = None
+    annotations: Annotated[Any, Refused()] = None
+    audio: Annotated[Any, Refused()] = None
+    function_call: Annotated[Any, Refused()] = None
+    tool_calls: Annotated[Any, Refused()] = None
 
     @property
     def text(self) -> str:
@@ -171,50 +170,24 @@ class ChatBody(_Common):
     service_tier: str | None = None
     store: bool | None = None
     # refused by name
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    prompt_cache_options: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    audio: Annotated[Any, Refused()] = None
+    function_call: Annotated[Any, Refused(("none",))] = None
+    functions: Annotated[Any, Refused()] = None
+    modalities: Annotated[Any, Refused((["text"],))] = None
+    moderation: Annotated[Any, Refused()] = None
+    prediction: Annotated[Any, Refused()] = None
+    prompt_cache_options: Annotated[Any, Refused()] = None
+    reasoning_effort: Annotated[Any, Refused(("none",))] = None
+    response_format: Annotated[Any, Refused(({"type": "text"},))] = None
+    tool_choice: Annotated[Any, Refused(("none", "auto"))] = None
+    tools: Annotated[Any, Refused()] = None
+    verbosity: Annotated[Any, Refused(("medium",))] = None
+    web_search_options: Annotated[Any, Refused()] = None
 
     def params(self, room: int) -> SamplingParams:
         """How to sample. `room`: tokens that fit after the prompt, the bound where the body has none."""
         wanted = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return self._sampling(room if wanted is None else wanted, (self.top_logprobs or 0) if self.logprobs else None)
-
-
-_NEUTRAL: Final[Mapping[str, Sequence[object]]] = {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": (),
-    "logit_bias": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "suffix": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-_NEUTRAL_IN_MESSAGES: Final[Mapping[str, Sequence[object]]] = {
-    "annotations": (),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
-    "tool_calls": (),
-}
 
 
 def _or(value: float | None, default: float) -> float:
@@ -224,7 +197,6 @@ def _or(value: float | None, default: float) -> float:
 def parse_completion(raw: bytes) -> CompletionBody:
     """A body of `/v1/completions`. Raises `Invalid`."""
     body = parse(CompletionBody, raw)
-    refuse(body, _NEUTRAL)
     if body.best_of is not None and body.best_of < body.num_choices:
         raise Invalid(
             f"best_of is {body.best_of} and n is {body.num_choices}; expected best_of of at least n", "best_of"
@@ -241,9 +213,6 @@ def parse_completion(raw: bytes) -> CompletionBody:
 def parse_chat(raw: bytes) -> ChatBody:
     """A body of `/v1/chat/completions`. Raises `Invalid`."""
     body = parse(ChatBody, raw)
-    refuse(body, _NEUTRAL)
-    for message in body.messages:
-        refuse(message, _NEUTRAL_IN_MESSAGES)
     if body.top_logprobs and not body.logprobs:
         raise Invalid(f"top_logprobs is {body.top_logprobs} and logprobs is not true; set it", "top_logprobs")
     return body

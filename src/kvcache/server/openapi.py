@@ -1,0 +1,83 @@
+"""The description of the server in OpenAPI 3.1, made from the very models that check the bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
+
+__all__ = ["Operation", "described"]
+
+_REF = "#/components/schemas/{model}"
+
+_FAILURES = {
+    "400": "the body is wrong; the message names the field",
+    "401": "no or a wrong key",
+    "403": "the host is not this machine",
+    "404": "no such model",
+    "408": "the body did not come in time",
+    "413": "the body is too large",
+    "503": "too many requests wait, the time is over, or the server is stopping",
+}
+
+
+class Operation(NamedTuple):
+    """One method of one path. body: None where there is none. stream: the media type of a streamed answer."""
+
+    method: str
+    path: str
+    body: Any
+    reply: Any
+    error: Any
+    stream: str | None = None
+
+
+def described(operations: Sequence[Operation], model: str, version: str) -> dict[str, Any]:
+    """The document. `model`: the name that bodies must give."""
+    inputs: list[tuple[str, Any, TypeAdapter[Any]]] = []
+    for each in operations:
+        if each.body is not None:
+            inputs.append((f"{each.path} body", "validation", TypeAdapter(each.body)))
+        inputs.append((f"{each.path} reply", "serialization", TypeAdapter(each.reply)))
+        inputs.append((f"{each.path} error", "serialization", TypeAdapter(each.error)))
+    found, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
+    schemas = {f"{key}": schema for (key, _), schema in found.items()}
+    components: dict[str, Any] = definitions.get("$defs", {})
+    for name, schema in components.items():
+        if name.endswith("Body") and "model" in schema["properties"]:
+            schema["properties"]["model"] = {"type": "string", "enum": [model]}
+    paths: dict[str, Any] = {}
+    for each in operations:
+        path = each.path.replace(":path}", "}")
+        paths.setdefault(path, {})[each.method.lower()] = _operation(each, schemas, model)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvcache", "version": version},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(operation: Operation, schemas: dict[str, Any], model: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": schemas[f"{operation.path} error"]}}
+    answers: dict[str, Any] = {"application/json": {"schema": schemas[f"{operation.path} reply"]}}
+    if operation.stream:
+        answers[operation.stream] = {"schema": {"type": "string"}}
+    made: dict[str, Any] = {
+        "operationId": f"{operation.method.lower()}{operation.path.replace('/', '_').partition('{')[0].rstrip('_')}",
+        "responses": {
+            "200": {"description": "an answer", "content": answers},
+            **{status: {"description": text, "content": error} for status, text in _FAILURES.items()},
+        },
+    }
+    if operation.body is not None:
+        schema = schemas[f"{operation.path} body"]
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if "{name" in operation.path:
+        made["operationId"] += "_name"
+        made["parameters"] = [
+            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "enum": [model]}}
+        ]
+    return made
