@@ -13,6 +13,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Two threads everywhere: sums are split the same way on every machine, and CI has two cores.
 os.environ["OMP_NUM_THREADS"] = "2"
 os.environ["MKL_NUM_THREADS"] = "2"
+# Threads that wait sleep: on a machine that is busy with something else, spinning ones make each small operation wait.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import pytest
