@@ -42,6 +42,58 @@ def run(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help='"demo", a hub id, a folder, or a .gguf file.')],
+    host: Annotated[str, typer.Option(help="Where to listen; others than this machine need --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KVCACHE_API_KEY", help="What clients must send as a bearer token.")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let others use it without a key.")] = False,
+    name: Annotated[str | None, typer.Option(help="What clients call the model [default: its own name]")] = None,
+    kv_bytes: Annotated[
+        str | None, typer.Option(help='For keys and values, as "4GiB" [default: a quarter of what is free]')
+    ] = None,
+    dtype: Annotated[Literal["auto", "f32", "f16", "bf16"], typer.Option(help="Type of the weights.")] = "bf16",
+    kv_dtype: Annotated[Dtype | None, typer.Option(help="Format of keys and values [default: the model's]")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block [default: the engine's]")] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Completions that run at a time.")] = 16,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 512,
+    prefix_cache: Annotated[bool, typer.Option(help="Compute no prefix twice.")] = True,
+    max_open: Annotated[int, typer.Option(min=1, help="Completions under way or waiting; beyond that, 503.")] = 256,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; beyond that, 413.")] = 8 * 2**20,
+    request_seconds: Annotated[float, typer.Option(min=0.1, help="A request takes at most; then 503.")] = 600.0,
+    grace_seconds: Annotated[float, typer.Option(min=0.0, help="When stopping, what runs may go on for.")] = 30.0,
+) -> None:
+    """Serve a model over HTTP to the clients of OpenAI and Ollama."""
+    from kvcache.cli.serve import serve as start
+    from kvcache.server import Settings
+
+    settings = Settings(
+        host=host,
+        port=port,
+        api_key=api_key,
+        insecure=insecure,
+        max_open=max_open,
+        max_body_bytes=max_body_bytes,
+        request_seconds=request_seconds,
+        grace_seconds=grace_seconds,
+    )
+    start(
+        model,
+        settings,
+        name=name,
+        kv_bytes=kv_bytes,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        max_sequences=max_sequences,
+        max_batch_tokens=max_batch_tokens,
+        prefix_cache=prefix_cache,
+    )
+
+
+@app.command()
 def bench(
     name: Annotated[_Table, typer.Argument(help="What to measure.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
