@@ -18,6 +18,10 @@ kv::Store store_of(const at::Tensor& array, int64_t format, int64_t dim) {
           array.stride(2) * bytes, int(format), int(dim)};
 }
 
+kv::Rows rows_of(const at::Tensor& rows) {
+  return {rows.data_ptr(), rows.stride(0), rows.stride(1), format_of(rows.scalar_type())};
+}
+
 // `plan`: what cpu.py made of an AttentionBatch: segments int64 [n,6], then int32 arrays: block tables, rows, positions,
 // bounds, begins, ends.
 at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, int64_t key_format,
@@ -36,8 +40,8 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   kv::Problem problem;
   problem.keys = store_of(keys, key_format, queries.size(2));
   problem.values = store_of(values, value_format, value_dim);
-  problem.queries = {queries.data_ptr(), queries.stride(0), queries.stride(1), format_of(queries.scalar_type())};
-  problem.output = {output.data_ptr(), output.stride(0), output.stride(1), format_of(output.scalar_type())};
+  problem.queries = rows_of(queries);
+  problem.output = rows_of(output);
   problem.segments = segments.data();
   problem.num_segments = int64_t(segments.size());
   problem.begins = plan[5].data_ptr<int32_t>();
@@ -50,6 +54,32 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   problem.sinks = sinks.has_value() ? sinks->data_ptr<float>() : nullptr;
   kv::Attention(problem).run();
   return output;
+}
+
+void check_slots(const at::Tensor& slots, const at::Tensor& storage) {
+  const int64_t* slot = slots.data_ptr<int64_t>();
+  const int64_t end = storage.size(0) * storage.size(2);
+  for (int64_t i = 0; i < slots.numel(); i++)
+    TORCH_CHECK_VALUE(slot[i] >= 0 && slot[i] < end, "slot ", slot[i], " is outside the storage of ", end, " slots");
+}
+
+// Encodes new_keys [n,H,D] and new_values [n,H,Dv] into their slots of the storage.
+void put(const at::Tensor& keys, const at::Tensor& values, int64_t key_format, int64_t value_format,
+         const at::Tensor& slots, const at::Tensor& new_keys, const at::Tensor& new_values) {
+  check_slots(slots, keys);
+  check_slots(slots, values);
+  const kv::Store stores[] = {store_of(keys, key_format, new_keys.size(2)),
+                              store_of(values, value_format, new_values.size(2))};
+  const kv::Rows rows[] = {rows_of(new_keys), rows_of(new_values)};
+  kv::put(stores, rows, 2, slots.data_ptr<int64_t>(), slots.numel(), int(keys.size(1)), keys.size(2));
+}
+
+void shift(const at::Tensor& keys, int64_t format, int64_t dim, const at::Tensor& slots, const at::Tensor& offsets,
+           const at::Tensor& inv_freq, int64_t begin, bool interleaved) {
+  check_slots(slots, keys);
+  const kv::Rotation rotation = {inv_freq.data_ptr<double>(), int(inv_freq.numel()), int(begin), interleaved};
+  kv::shift(store_of(keys, format, dim), slots.data_ptr<int64_t>(), offsets.data_ptr<int64_t>(), slots.numel(),
+            int(keys.size(1)), keys.size(2), rotation);
 }
 
 std::string isa() {
@@ -72,4 +102,12 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
       "attend(Tensor queries, Tensor keys, Tensor values, int key_format, int value_format, int value_dim, "
       "Tensor[] plan, int block_size, float scale, float softcap, Tensor? sinks) -> Tensor",
       attend);
+  library.def(
+      "put(Tensor(a!) keys, Tensor(b!) values, int key_format, int value_format, Tensor slots, Tensor new_keys, "
+      "Tensor new_values) -> ()",
+      put);
+  library.def(
+      "shift(Tensor(a!) keys, int format, int dim, Tensor slots, Tensor offsets, Tensor inv_freq, int begin, "
+      "bool interleaved) -> ()",
+      shift);
 }

@@ -19,19 +19,13 @@
 #include <algorithm>
 #include <atomic>
 
-#include "tile.h"
+#include "rows.h"
 
 namespace kv {
 
 constexpr int CHUNK = 512;      // slots; a multiple of TILE
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
 constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
-
-struct Rows {  // queries or outputs; strides in elements, the values of a row adjacent
-  void* base;
-  int64_t row_stride, head_stride;
-  int format;  // F32, F16 or BF16
-};
 
 struct Problem {
   Store keys, values;
@@ -182,6 +176,7 @@ class Attention {
     const int dim = shape.key_dim;
     const int* order = shape.keys.order.data();
     float* to = s.queries.at;
+    float values[MAX_DIM];
     uint16_t* to_bf16 = reinterpret_cast<uint16_t*>(s.queries.at);
     for (int q = task.query_begin; q < task.query_end; q++) {
       s.begins.at[q - task.query_begin] = std::max(p.begins[segment.rows[q]], 0);  // an empty slot has position -1
@@ -191,16 +186,11 @@ class Attention {
       for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
         const int64_t row = segment.rows[task.query_begin + r / p.group];
         const int64_t at = row * p.queries.row_stride + (int64_t(h) * p.group + r % p.group) * p.queries.head_stride;
-        const float* f32 = static_cast<const float*>(p.queries.base) + at;
-        const uint16_t* half = static_cast<const uint16_t*>(p.queries.base) + at;
-        if (shape.keys.bf16)
-          for (int i = 0; i < dim; i++) to_bf16[i] = half[order[i]];
-        else if (p.queries.format == F32)
-          for (int i = 0; i < dim; i++) to[i] = f32[order[i]];
-        else if (p.queries.format == BF16)
-          for (int i = 0; i < dim; i++) to[i] = bf16_to_float(half[order[i]]);
+        read_row(p.queries.base, at, p.queries.format, dim, values);
+        if (shape.keys.bf16)  // exact: these queries are bf16
+          for (int i = 0; i < dim; i++) to_bf16[i] = uint16_t(bits<uint32_t>(values[order[i]]) >> 16);
         else
-          for (int i = 0; i < dim; i++) to[i] = f16_to_float(half[order[i]]);
+          for (int i = 0; i < dim; i++) to[i] = values[order[i]];
       }
     unite(s.begins.at, s.ends.at, task.query_end - task.query_begin, s.seen);
   }
@@ -315,14 +305,7 @@ class Attention {
       for (int c = 0; c < width; c++) values[order[c] < 0 ? MAX_DIM : order[c]] = from[c] * factor;
       const int64_t to = segment.rows[task.query_begin + r % rows_of_head(task) / p.group] * p.output.row_stride +
                          head * p.output.head_stride;
-      float* f32 = static_cast<float*>(p.output.base) + to;
-      uint16_t* half = static_cast<uint16_t*>(p.output.base) + to;
-      if (p.output.format == F32)
-        std::copy_n(values, dim, f32);
-      else if (p.output.format == BF16)
-        for (int i = 0; i < dim; i++) half[i] = float_to_bf16(values[i]);
-      else
-        for (int i = 0; i < dim; i++) half[i] = float_to_f16(values[i]);
+      write_row(p.output.base, to, p.output.format, dim, values);
     }
   }
 };

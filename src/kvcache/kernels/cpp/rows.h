@@ -1,0 +1,233 @@
+// Single rows: encoding new keys and values into their slots, and turning stored keys to other positions.
+//
+// Bit for bit what `kvcache/formats/reference.py` says. A product and the sum after it stand in functions of their own
+// there where a compiler that fuses them (FMA rounds once) would give other codes.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "tile.h"
+
+namespace kv {
+
+constexpr float BELOW_HALF = 0.5f - 0x1p-25f;
+constexpr int64_t GRAIN = 1 << 14;  // values that are worth a thread
+
+struct Rows {  // queries, outputs, new keys: strides in elements, the values of a row adjacent
+  void* base;
+  int64_t row_stride, head_stride;
+  int format;  // F32, F16 or BF16
+};
+
+inline void read_row(const void* base, int64_t at, int format, int dim, float* out) {
+  const float* f32 = static_cast<const float*>(base) + at;
+  const uint16_t* half = static_cast<const uint16_t*>(base) + at;
+  if (format == F32)
+    std::copy_n(f32, dim, out);
+  else if (format == BF16)
+    for (int i = 0; i < dim; i++) out[i] = bf16_to_float(half[i]);
+  else
+    for (int i = 0; i < dim; i++) out[i] = f16_to_float(half[i]);
+}
+
+inline void write_row(void* base, int64_t at, int format, int dim, const float* values) {
+  float* f32 = static_cast<float*>(base) + at;
+  uint16_t* half = static_cast<uint16_t*>(base) + at;
+  if (format == F32)
+    std::copy_n(values, dim, f32);
+  else if (format == BF16)
+    for (int i = 0; i < dim; i++) half[i] = float_to_bf16(values[i]);
+  else
+    for (int i = 0; i < dim; i++) half[i] = float_to_f16(values[i]);
+}
+
+// --- encoding ---------------------------------------------------------------------------------------------------------
+
+// Saturates at 448, rounds half to even, keeps NaN. Below 2^-6 steps are 2^-9: adding 2^14 rounds there by itself.
+KV_INLINE uint8_t float_to_fp8(float x) {
+  const uint32_t u = bits<uint32_t>(x), sign = u >> 31 << 7;
+  const bool is_nan = (u & 0x7fffffffu) > 0x7f800000u;
+  const float size = std::min(bits<float>(u & 0x7fffffffu), 448.0f);
+  const uint32_t s = bits<uint32_t>(size);
+  const uint32_t normal = (s + 0x7ffffu + ((s >> 20) & 1u) - (120u << 23)) >> 20;
+  const uint32_t subnormal = bits<uint32_t>(size + 16384.0f) - bits<uint32_t>(16384.0f);
+  const uint32_t code = s < (121u << 23) ? subnormal : normal;
+  return uint8_t(sign | (is_nan ? 0x7fu : code));
+}
+
+__attribute__((noinline)) inline void multiply_group(const float* x, float factor, float* out) {
+  for (int i = 0; i < GROUP; i++) out[i] = x[i] * factor;
+}
+
+inline float inverse_or_zero(float scale) {
+  const float inverse = 1.0f / scale;
+  return std::isfinite(inverse) ? inverse : 0.0f;
+}
+
+inline float largest_size(const float* x) {
+  float largest = 0.0f;
+  for (int i = 0; i < GROUP; i++) largest = std::max(largest, std::abs(x[i]));
+  return largest;
+}
+
+inline void encode_group_q8(const float* x, uint8_t* quants, uint8_t* scale_out) {
+  float scaled[GROUP];
+  const float scale = largest_size(x) / 127.0f;
+  multiply_group(x, inverse_or_zero(scale), scaled);
+  for (int i = 0; i < GROUP; i++) {
+    const float rounded = scaled[i] + std::copysign(BELOW_HALF, scaled[i]);
+    quants[i] = uint8_t(int8_t(int32_t(std::min(std::max(rounded, -127.5f), 127.5f))));
+  }
+  const uint16_t half = float_to_f16(scale);
+  std::memcpy(scale_out, &half, 2);
+}
+
+inline void encode_group_q4(const float* x, uint8_t* quants, uint8_t* scale_out) {
+  float scaled[GROUP];
+  const float size = largest_size(x);
+  int extreme = 0;
+  while (extreme < GROUP - 1 && std::abs(x[extreme]) != size) extreme++;
+  const float scale = x[extreme] / -8.0f;
+  multiply_group(x, inverse_or_zero(scale), scaled);
+  uint8_t codes[GROUP];
+  for (int i = 0; i < GROUP; i++) codes[i] = uint8_t(int32_t(std::min(std::max(scaled[i] + 8.5f, 0.0f), 15.0f)));
+  for (int i = 0; i < GROUP / 2; i++) quants[i] = uint8_t(codes[i] | codes[i + GROUP / 2] << 4);
+  const uint16_t half = float_to_f16(scale);
+  std::memcpy(scale_out, &half, 2);
+}
+
+inline void encode_row(const float* x, int format, int dim, uint8_t* to) {
+  if (format <= BF16) return write_row(to, 0, format, dim, x);
+  if (format == FP8)
+    for (int i = 0; i < dim; i++) to[i] = float_to_fp8(x[i]);
+  if (format == Q8)
+    for (int g = 0; g < dim / GROUP; g++) encode_group_q8(x + g * GROUP, to + g * GROUP, to + dim + 2 * g);
+  if (format == Q4)
+    for (int g = 0; g < dim / GROUP; g++) encode_group_q4(x + g * GROUP, to + g * GROUP / 2, to + dim / 2 + 2 * g);
+}
+
+inline void decode_row(const uint8_t* from, int format, int dim, float* out) {
+  if (format <= BF16) return read_row(from, 0, format, dim, out);
+  static const std::vector<float> fp8 = [] {
+    std::vector<float> table(256);
+    for (uint32_t i = 0; i < 256; i++) table[i] = from_fp8(splat_u(i))[0];
+    return table;
+  }();
+  if (format == FP8)
+    for (int i = 0; i < dim; i++) out[i] = fp8[from[i]];
+  if (!is_quantised(format)) return;
+  const uint8_t* scales = from + (format == Q8 ? dim : dim / 2);
+  for (int g = 0; g < dim / GROUP; g++) {
+    uint16_t half;
+    std::memcpy(&half, scales + 2 * g, 2);
+    const float scale = f16_to_float(half);
+    float* to = out + g * GROUP;
+    if (format == Q8)
+      for (int i = 0; i < GROUP; i++) to[i] = float(int8_t(from[g * GROUP + i])) * scale;
+    else
+      for (int i = 0; i < GROUP / 2; i++) {
+        to[i] = float((from[g * GROUP / 2 + i] & 15) - 8) * scale;
+        to[i + GROUP / 2] = float((from[g * GROUP / 2 + i] >> 4) - 8) * scale;
+      }
+  }
+}
+
+// --- put --------------------------------------------------------------------------------------------------------------
+
+inline uint8_t* row_at(const Store& store, int64_t block_size, int64_t slot, int64_t head) {
+  return const_cast<uint8_t*>(store.base) + slot / block_size * store.block_stride + head * store.head_stride +
+         slot % block_size * store.row_stride;
+}
+
+// storage[slot] = row for each head; slots are distinct.
+inline void put_rows(const Store& store, const Rows& rows, const int64_t* slots, int64_t begin, int64_t end, int heads,
+                     int64_t block_size) {
+  const bool as_is = rows.format == store.format;
+  const int64_t element = rows.format == F32 ? 4 : 2, bytes = row_bytes(store.format, store.dim);
+  float values[MAX_DIM];
+  for (int64_t i = begin; i < end; i++)
+    for (int h = 0; h < heads; h++) {
+      const int64_t at = i * rows.row_stride + h * rows.head_stride;
+      uint8_t* to = row_at(store, block_size, slots[i], h);
+      if (as_is) {
+        std::memcpy(to, static_cast<const uint8_t*>(rows.base) + at * element, size_t(bytes));
+        continue;
+      }
+      read_row(rows.base, at, rows.format, store.dim, values);
+      encode_row(values, store.format, store.dim, to);
+    }
+}
+
+inline void put(const Store* stores, const Rows* rows, int num_stores, const int64_t* slots, int64_t n, int heads,
+                int64_t block_size) {
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (int64_t(heads) * stores[0].dim * num_stores));
+  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    for (int s = 0; s < num_stores; s++) put_rows(stores[s], rows[s], slots, begin, end, heads, block_size);
+  });
+}
+
+// --- shift ------------------------------------------------------------------------------------------------------------
+
+struct Rotation {
+  const double* inv_freq;  // radians per position of each pair
+  int num_pairs, begin;    // the rotary part: values [begin, begin + 2 * num_pairs)
+  bool interleaved;        // pairs (2i, 2i + 1) instead of (i, i + num_pairs)
+};
+
+struct Angles {
+  std::vector<float> cosine, sine;
+  int64_t offset = 0;
+
+  void set(const Rotation& rotation, int64_t to) {
+    if (to == offset && !cosine.empty()) return;
+    cosine.resize(size_t(rotation.num_pairs)), sine.resize(size_t(rotation.num_pairs));
+    for (int i = 0; i < rotation.num_pairs; i++) {
+      const double angle = double(to) * rotation.inv_freq[i];  // f32 is off by 1e-3 after ten thousand tokens
+      cosine[size_t(i)] = float(std::cos(angle)), sine[size_t(i)] = float(std::sin(angle));
+    }
+    offset = to;
+  }
+};
+
+inline void rotate(float* row, const Rotation& rotation, const Angles& angles) {
+  const int step = rotation.interleaved ? 2 : 1, m = rotation.num_pairs;
+  float* first = row + rotation.begin;
+  float* second = first + (rotation.interleaved ? 1 : m);
+  const float *cosine = angles.cosine.data(), *sine = angles.sine.data();
+#pragma GCC ivdep
+  for (int i = 0; i < m; i++) {
+    const float a = first[i * step], b = second[i * step];
+    first[i * step] = a * cosine[i] - b * sine[i];
+    second[i * step] = a * sine[i] + b * cosine[i];
+  }
+}
+
+// Turns the keys in `slots` (distinct) by `offsets` positions, in place; an offset of 0 leaves the bytes alone. Adjacent
+// slots are done head by head, in the order of memory.
+inline void shift(const Store& store, const int64_t* slots, const int64_t* offsets, int64_t n, int heads,
+                  int64_t block_size, const Rotation& rotation) {
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (int64_t(heads) * store.dim));
+  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    Angles angles;
+    float values[MAX_DIM];
+    for (int64_t i = begin, run; i < end; i += run) {
+      run = 1;
+      while (i + run < end && slots[i + run] == slots[i] + run && slots[i + run] % block_size != 0) run++;
+      for (int h = 0; h < heads; h++)
+        for (int64_t j = i; j < i + run; j++) {
+          if (offsets[j] == 0) continue;
+          angles.set(rotation, offsets[j]);
+          uint8_t* row = row_at(store, block_size, slots[j], h);
+          decode_row(row, store.format, store.dim, values);
+          rotate(values, rotation, angles);
+          encode_row(values, store.format, store.dim, row);
+        }
+    }
+  });
+}
+
+}  // namespace kv

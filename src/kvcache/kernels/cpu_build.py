@@ -1,0 +1,189 @@
+"""The build of the CPU kernel: C++ compiled for this very machine, once.
+
+`torch.utils.cpp_extension` compiles `cpu.cpp` and the headers in `cpp/`, on first use (about 10 s) or ahead of time by
+`build`. The library is kept in
+
+    $KVCACHE_HOME, else $XDG_CACHE_HOME/kvcache, else ~/.cache/kvcache
+        kernels/cpu-<isa>-<digest of the sources, flags, versions and CPU>/*.so
+
+| KVCACHE_ISA | built with                       | for                                                   |
+|-------------|----------------------------------|-------------------------------------------------------|
+| (unset)     | -march=native                    | the best of this machine                              |
+| `avx512`    | -march=native, refused elsewhere | AVX-512; bf16 products where it has BF16 and VBMI     |
+| `avx2`      | -march=native -mno-avx512f       | AVX2, FMA, F16C                                       |
+| `scalar`    | -march=native -DKVCACHE_PORTABLE | vector types that any compiler turns into what it has |
+
+Without a compiler one warning is logged. Address and undefined-behaviour sanitizers run over the kernel's tests with
+
+    KVCACHE_HOME=build/sanitize KVCACHE_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g" \
+    LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libubsan.so)" \
+    ASAN_OPTIONS=detect_leaks=0 python -m pytest tests/test_kernels_cpu.py tests/contracts/test_kernels.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["ISAS", "Built", "build", "operators"]
+
+ISAS = ("avx512", "avx2", "scalar")
+
+_FOLDER = Path(__file__).parent
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",  # several builds may be loaded at once, and none may use another's functions
+    "-fno-gnu-unique",  # nor its statics
+    "-w",  # PyTorch's headers warn
+)
+_X86_FLAGS = ("-mprefer-vector-width=512",)
+_ISA_FLAGS = {"native": (), "avx512": (), "avx2": ("-mno-avx512f",), "scalar": ("-DKVCACHE_PORTABLE",)}
+
+_log = logging.getLogger("kvcache")
+
+
+class Built(NamedTuple):
+    """A compiled kernel: where it lies, its instruction set, and the seconds that compiling took (0: it was there)."""
+
+    path: Path
+    isa: str
+    seconds: float
+
+
+_loaded: dict[str, Any] = {}  # by KVCACHE_ISA: torch.ops namespace, or why there is none (str)
+
+
+def build(*, isa: str | None = None, verbose: bool = False) -> Built:
+    """Compiles the kernel for this machine, unless it is there already, and loads it.
+
+    isa: one of `ISAS`; `None`: what `KVCACHE_ISA` names, else the best. verbose: show the compiler's output.
+    Raises `ValueError` for an unknown isa and `RuntimeError` when it cannot be compiled, with the compiler's words.
+    """
+    name = _isa_name(isa)
+    folder = _folder(name)
+    path = folder / f"{_namespace(folder)}.so"
+    started = time.perf_counter()
+    exists = path.exists()
+    if exists:
+        torch.ops.load_library(str(path))  # OSError: remove the file, and it is built again
+    else:
+        _compile(name, path, verbose)
+    library = getattr(torch.ops, _namespace(folder))
+    found = library.isa()
+    if name == "avx512" and not found.startswith("avx512"):
+        raise RuntimeError(f"KVCACHE_ISA is 'avx512' and this CPU ({_cpu()}) has no AVX-512; unset it, or name avx2")
+    _loaded[name] = library
+    _log.info("CPU kernel: %s, %s", found, path)
+    return Built(path, found, 0.0 if exists else time.perf_counter() - started)
+
+
+def _isa_name(isa: str | None) -> str:
+    isa = isa or os.environ.get("KVCACHE_ISA") or "native"
+    if isa not in _ISA_FLAGS:
+        raise ValueError(f"KVCACHE_ISA is {isa!r}; expected one of {', '.join(ISAS)}, or leave it unset")
+    return isa
+
+
+def _flags(isa: str) -> tuple[str, ...]:
+    """Compiler flags; `KVCACHE_CFLAGS` adds to them (`make sanitize` does)."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    common = [flag for flag in _FLAGS if is_x86 or flag not in _X86_FLAGS]
+    return (*common, *_ISA_FLAGS[isa], *os.environ.get("KVCACHE_CFLAGS", "").split())
+
+
+def _sources() -> list[Path]:
+    return [_FOLDER / "cpu.cpp", *sorted((_FOLDER / "cpp").glob("*.h"))]
+
+
+def _cpu() -> str:
+    """What decides the code that -march=native gives: the CPU's name and features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "; ".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _folder(isa: str) -> Path:
+    digest = hashlib.sha256()
+    for source in _sources():
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for part in (*_flags(isa), torch.__version__, _cpu(), os.environ.get("CXX", "c++")):
+        digest.update(part.encode() + b"\0")
+    if home := os.environ.get("KVCACHE_HOME"):
+        root = Path(home)
+    else:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
+    return root / "kernels" / f"cpu-{isa}-{digest.hexdigest()[:16]}"
+
+
+def _namespace(folder: Path) -> str:
+    return "kvcache_" + folder.name.replace("-", "_")
+
+
+def _compile(isa: str, target: Path, verbose: bool) -> None:
+    """Compiles and loads in a folder of its own, then renames it: processes that build at once do not meet."""
+    folder = target.parent
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        raise RuntimeError(f"there is no C++ compiler ({compiler!r} is not on the PATH; apt install g++, or set CXX)")
+    from torch.utils import cpp_extension
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    if sys.stderr.isatty():
+        sys.stderr.write("kvcache: compiling the CPU kernel for this machine (once, about 10 s)\n")
+    path = os.environ.get("PATH", "")
+    try:
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"  # where pip puts ninja
+        cpp_extension.load(
+            _namespace(folder),
+            [str(_FOLDER / "cpu.cpp")],
+            extra_cflags=[*_flags(isa), f"-DKVCACHE_NAMESPACE={_namespace(folder)}"],
+            extra_ldflags=["-fopenmp", *(f for f in _flags(isa) if f.startswith("-fsanitize"))],
+            build_directory=str(scratch),
+            verbose=verbose,
+            is_python_module=False,
+        )
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise RuntimeError(f"the CPU kernel could not be compiled: {error}") from error
+    finally:
+        os.environ["PATH"] = path
+    if folder.exists() and not target.exists():
+        shutil.rmtree(folder)
+    try:
+        scratch.rename(folder)
+    except OSError:  # another process was faster; what this one has loaded stays loaded
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def operators() -> Any:
+    """The loaded operators, or why there are none (str), found out once."""
+    name = os.environ.get("KVCACHE_ISA") or "native"
+    found = _loaded.get(name)
+    if found is None:
+        try:
+            build()
+        except (OSError, RuntimeError) as error:
+            _log.warning("%s; PyTorch's operators are used instead, which are slower", error)
+            _loaded[name] = str(error)
+        found = _loaded[name]
+    return found

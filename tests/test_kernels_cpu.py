@@ -1,0 +1,295 @@
+"""The C++ kernel beyond the contract of kernels: its instruction sets, long contexts, its writes, its build."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+if shutil.which("c++") is None:
+    pytest.skip("needs a C++ compiler", allow_module_level=True)
+
+import torch
+
+from kernel_cases import Shape, World, array, decode, decoded, make_world, naive, prefill, rounded, stored, to_numpy
+from kvcache import backends, formats
+from kvcache.formats import FORMATS, Stored
+from kvcache.kernels import AttentionBatch, Segment, cpu, cpu_build
+from kvcache.kernels.cpu import CpuKernel
+from kvcache.kernels.rope import rope_shift
+
+BACKEND = backends.create("torch")
+
+
+@pytest.fixture(params=["native", "avx2", "scalar"])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every path of the C++ that this machine can run."""
+    name = str(request.param)
+    monkeypatch.setenv("KVCACHE_ISA", "" if name == "native" else name)
+    found = cpu.build().isa
+    if name == "avx2" and found != "avx2":
+        pytest.skip("this CPU has no AVX2")
+    return name
+
+
+def attend(world: World, dtype: str, format_names: tuple[str, str], **options: Any) -> tuple[Any, Any]:
+    """What the kernel gives, and the naive table of all scores over the same stored numbers."""
+    keys, values = (
+        stored("torch", raw, name, world.seen_slots)
+        for raw, name in zip((world.keys, world.values), format_names, strict=True)
+    )
+    queries = array("torch", world.queries, dtype)
+    out = CpuKernel().attend(queries, keys, values, world.batch, scale=world.shape.head_dim**-0.5, **options)
+    exact = [to_numpy(queries), decoded(keys, world.seen_slots), decoded(values, world.seen_slots)]
+    given = {name: to_numpy(option) if name == "sinks" else option for name, option in options.items()}
+    return to_numpy(out), naive(*exact, world.visible, scale=world.shape.head_dim**-0.5, **given)
+
+
+def error(seen: Any, expected: Any) -> float:
+    assert np.isfinite(seen).all()
+    return float(np.abs(seen - expected).max() / max(1.0, np.abs(expected).max()))
+
+
+MIXED = [
+    decode(700, window=90),
+    prefill(150, 70),
+    decode(65),
+    prefill(90, 3, holes=20),
+    decode(1),
+    decode(130, holes=0),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(32, 32), (64, 128), (96, 32), (128, 64), (256, 256), (512, 512)])
+def test_every_format_and_head_size(isa: str, name: str, head_dim: int, value_dim: int) -> None:
+    """Formats of keys and values apart, few and many rows, all in one ragged call; f32 is exact, bf16 close."""
+    other = FORMATS[(FORMATS.index(name) + 2) % len(FORMATS)]
+    world = make_world(Shape(1, 4, head_dim, value_dim, 16), MIXED, seed=3)
+    for dtype, names, tolerance in (("f32", (name, other), 2e-6), ("bf16", (other, name), 1e-2)):
+        assert error(*attend(rounded(world, dtype), dtype, names)) < tolerance, (dtype, names)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 40])
+def test_any_number_of_query_heads(isa: str, group: int) -> None:
+    for dtype, tolerance in (("f32", 2e-6), ("bf16", 1e-2), ("f16", 1e-2)):
+        world = rounded(make_world(Shape(2, group, 64, 64, 8), MIXED[1:4], seed=4), dtype)
+        sinks = array("torch", np.linspace(-2, 3, 2 * group).astype(np.float32))
+        assert error(*attend(world, dtype, ("bf16", "q8_0"), softcap=4.0, sinks=sinks)) < tolerance
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64, 100, 128, 4096])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
+    """Longer than the chunks that are merged, with windows that begin anywhere in a block."""
+    sequences = [decode(2600), decode(1100, window=513), prefill(1300, 9), decode(1025, holes=300)]
+    world = rounded(make_world(Shape(2, 2, 32, 32, block_size), sequences, seed=5), dtype)
+    for name in ("f32", "q4_0") if dtype == "f32" else ("bf16", "q4_0"):
+        assert error(*attend(world, dtype, (name, name))) < (2e-6 if dtype == "f32" else 1e-2)
+
+
+def test_a_decode_does_not_depend_on_companions_or_threads(isa: str) -> None:
+    world = rounded(make_world(Shape(2, 4, 64, 64, 16), [decode(1500), decode(90), prefill(700, 300)], 6), "bf16")
+    keys, values = (stored("torch", raw, "bf16", world.seen_slots) for raw in (world.keys, world.values))
+    queries = array("torch", world.queries, "bf16")
+    together = CpuKernel().attend(queries, keys, values, world.batch, scale=0.125)
+    threads = torch.get_num_threads()
+    for segment in world.batch.segments[:2]:
+        (row,) = segment.rows
+        alone = Segment(np.zeros(1, np.int64), segment.block_table, segment.num_slots, 0, None)
+        ends = (world.batch.query_begins[[row]], world.batch.query_ends[[row]])
+        batch = AttentionBatch([alone], *ends, world.batch.block_size)
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            try:
+                out = CpuKernel().attend(queries[[row]], keys, values, batch, scale=0.125)
+            finally:
+                torch.set_num_threads(threads)
+            assert torch.equal(out[0], together[row])
+
+
+def test_queries_and_storage_may_be_views() -> None:
+    world = make_world(Shape(2, 2, 64, 64, 16), [prefill(40, 6)], seed=7)
+    keys, values = (stored("torch", raw, "f32", world.seen_slots) for raw in (world.keys, world.values))
+    queries = array("torch", world.queries)
+    plain = CpuKernel().attend(queries, keys, values, world.batch, scale=0.1)
+    turned = queries.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(CpuKernel().attend(turned, keys, values, world.batch, scale=0.1), plain)
+    wide = torch.stack([queries, queries], dim=-1)[..., 0]
+    assert torch.equal(CpuKernel().attend(wide, keys, values, world.batch, scale=0.1), plain)
+    both = torch.stack([keys.array, values.array])
+    parts = (Stored(both[i], part.format, 64) for i, part in enumerate((keys, values)))
+    assert torch.equal(CpuKernel().attend(queries, *parts, world.batch, scale=0.1), plain)
+
+
+def test_refusals_say_why() -> None:
+    world = make_world(Shape(1, 1, 32, 32, 4), [decode(5)], seed=8)
+    keys = stored("torch", world.keys, "f32", world.seen_slots)
+    kernel, queries = CpuKernel(), array("torch", world.queries)
+    assert kernel.refusal(queries, keys, keys) is None
+    assert "float64" in str(kernel.refusal(queries.double(), keys, keys))
+    odd = Stored(torch.zeros(1, 1, 4, 30, dtype=torch.uint8), formats.create("fp8_e4m3", BACKEND), 30)
+    assert "multiple of 4 in fp8_e4m3" in str(kernel.refusal(queries, odd, odd))
+    strided = Stored(keys.array.transpose(2, 3), keys.format, 32)
+    assert "adjacent" in str(kernel.refusal(queries, strided, keys))
+    elsewhere = Stored(keys.array.to("meta"), keys.format, 32)
+    assert "elsewhere" in str(kernel.refusal(queries, elsewhere, keys))
+
+
+def test_batches_beyond_the_storage_raise() -> None:
+    world = make_world(Shape(1, 1, 32, 32, 4), [decode(5)], seed=8)
+    keys = stored("torch", world.keys, "f32", world.seen_slots)
+    queries = array("torch", world.queries)
+    few = Stored(keys.array[:1], keys.format, 32)
+    with pytest.raises(ValueError, match=r"names blocks up to \d; there are 1 queries, and 1 blocks of keys"):
+        CpuKernel().attend(queries, few, keys, world.batch, scale=1.0)
+    with pytest.raises(ValueError, match="the batch has 1 queries"):
+        CpuKernel().attend(queries.repeat(2, 1, 1), keys, keys, world.batch, scale=1.0)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def storage(name: str, head_dim: int, *, num_blocks: int = 7, num_heads: int = 3, block_size: int = 4) -> Stored:
+    fmt = formats.create(name, BACKEND)
+    shape = (num_blocks, num_heads, block_size, fmt.row_width(head_dim))
+    return Stored(BACKEND.zeros(shape, fmt.storage_dtype, 0), fmt, head_dim)
+
+
+def awkward_rows(n: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random rows with ties, zeros, tiny, huge and saturating values among them."""
+    rng = np.random.default_rng(9)
+    rows = rng.standard_normal((n, num_heads, head_dim)).astype(np.float32) * 10.0 ** rng.integers(
+        -4, 3, (n, num_heads, 1)
+    )
+    rows[0, 0] = 0
+    rows[1, 0] = np.arange(head_dim) % 9 - 4.5
+    rows[1, 1] = np.linspace(-127.5, 127, head_dim)
+    rows[2, 0] *= 2.0**-140
+    rows[2, 1] = 2.0**-9 * (np.arange(head_dim) % 40) / 4
+    rows[3, 0] = np.linspace(-500, 500, head_dim)
+    rows[3, 1, 3] = -rows[3, 1, 5]
+    return torch.from_numpy(rows).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("key_name", "value_name"), [("f32", "f16"), ("bf16", "fp8_e4m3"), ("q8_0", "q4_0"), ("q4_0", "q8_0")]
+)
+def test_put_stores_what_the_formats_encode(isa: str, key_name: str, value_name: str, dtype: torch.dtype) -> None:
+    keys, values = storage(key_name, 64), storage(value_name, 96)
+    slots = np.random.default_rng(10).permutation(28)[:20].astype(np.int64)
+    rows = awkward_rows(20, 3, 64, dtype), awkward_rows(20, 3, 96, dtype)
+    cpu.put(keys, values, slots, rows[0].transpose(0, 1).contiguous().transpose(0, 1), rows[1])
+    for part, new in zip((keys, values), rows, strict=True):
+        expected = storage(part.format.name, part.head_dim)
+        BACKEND.write_rows(expected.array, slots, part.format.encode(new))
+        assert torch.equal(part.array.view(torch.uint8), expected.array.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("interleaved", "begin", "num_pairs"), [(False, 0, 32), (True, 0, 32), (False, 16, 8), (True, 4, 12)]
+)
+def test_shift_turns_stored_keys(isa: str, name: str, interleaved: bool, begin: int, num_pairs: int) -> None:
+    keys = storage(name, 64)
+    rng = np.random.default_rng(11)
+    slots = np.concatenate([np.arange(4, 19), rng.permutation(np.arange(20, 28))[:5]]).astype(np.int64)
+    rows = torch.from_numpy(rng.standard_normal((20, 3, 64), dtype=np.float32))
+    BACKEND.write_rows(keys.array, slots, keys.format.encode(rows))
+    before = keys.array.clone()
+    offsets = np.where(np.arange(20) < 12, -7, rng.integers(-9000, 9000, 20)).astype(np.int64)
+    offsets[[3, 15]] = 0
+    inv_freq = 10000.0 ** (-np.arange(num_pairs) / num_pairs)
+    cpu.shift(keys, slots, offsets, inv_freq, interleaved=interleaved, rotary_begin=begin)
+    old = keys.format.decode(BACKEND.gather_rows(before, slots), 64)
+    turn = rope_shift(inv_freq, interleaved=interleaved, rotary_begin=begin)
+    turned = turn(0, old.float(), torch.from_numpy(offsets))
+    seen = keys.format.decode(BACKEND.gather_rows(keys.array, slots), 64).float()
+    # One rounding of the format: of the value itself, or of the largest of its group.
+    step = {"f32": 1e-6, "f16": 1e-3, "bf16": 1e-2, "fp8_e4m3": 0.13, "q8_0": 0.01, "q4_0": 0.14}[name]
+    groups = turned.unflatten(-1, (2, 32)).abs().amax(-1, keepdim=True).expand(-1, -1, 2, 32).flatten(-2)
+    assert ((seen - turned).abs() <= step * groups).all()
+    still = np.ones(28, bool)
+    still[slots[offsets != 0]] = False
+    kept = [BACKEND.gather_rows(a, np.flatnonzero(still)) for a in (before, keys.array)]
+    assert torch.equal(kept[0].view(torch.uint8), kept[1].view(torch.uint8))
+
+
+def test_writes_that_do_not_fit_raise() -> None:
+    keys, values = storage("f32", 64), storage("f32", 64)
+    rows, slots = torch.zeros(2, 3, 64), np.array([0, 28])
+    with pytest.raises(ValueError, match=r"slot 28 is outside the storage of 28 slots"):
+        cpu.put(keys, values, slots, rows, rows)
+    with pytest.raises(ValueError, match=r"new values are torch.float32 \(2, 3, 32\); expected .* \(2, 3, 64\)"):
+        cpu.put(keys, values, np.array([0, 1]), rows, rows[..., :32])
+    with pytest.raises(ValueError, match="slot -1 is outside"):
+        cpu.shift(keys, np.array([-1]), np.array([1]), np.ones(32))
+    with pytest.raises(ValueError, match="1 slots, 2 offsets and 33 frequencies"):
+        cpu.shift(keys, np.array([1]), np.array([1, 2]), np.ones(33))
+    on_meta = Stored(keys.array.to("meta"), keys.format, 64)
+    with pytest.raises(ValueError, match=r"refuses: .* elsewhere"):
+        cpu.shift(on_meta, np.array([1]), np.array([1]), np.ones(32))
+
+
+# --- the build --------------------------------------------------------------------------------------------------------
+
+
+def test_a_build_is_found_again() -> None:
+    first = cpu.build()
+    assert first.path.is_file()
+    again = cpu.build()
+    assert (again.path, again.isa, again.seconds) == (first.path, first.isa, 0.0)
+
+
+def test_unknown_isa_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_ISA", "sse9")
+    with pytest.raises(ValueError, match="'sse9'; expected one of avx512, avx2, scalar"):
+        cpu.build()
+
+
+def test_flags_and_sources_decide_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
+    folders = {cpu_build._folder("native"), cpu_build._folder("avx2")}
+    monkeypatch.setenv("KVCACHE_CFLAGS", "-DSOMETHING")
+    folders.add(cpu_build._folder("native"))
+    monkeypatch.setattr(cpu_build, "_cpu", lambda: "another CPU")
+    folders.add(cpu_build._folder("native"))
+    assert len(folders) == 4
+    assert all(folder.parent == tmp_path / "kernels" for folder in folders)
+    monkeypatch.delenv("KVCACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cpu_build._folder("native").parent == tmp_path / "xdg" / "kvcache" / "kernels"
+
+
+def test_without_a_compiler_one_warning_and_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(cpu_build, "_loaded", {})
+    world = make_world(Shape(1, 1, 32, 32, 4), [decode(5)], seed=8)
+    keys = stored("torch", world.keys, "f32", world.seen_slots)
+    queries = array("torch", world.queries)
+    with caplog.at_level(logging.WARNING, logger="kvcache"):
+        for _ in range(3):
+            assert "no C++ compiler ('no-such-compiler'" in str(CpuKernel().refusal(queries, keys, keys))
+    (record,) = caplog.records
+    assert "PyTorch's operators are used instead" in record.getMessage()
+    with pytest.raises(ValueError, match="refuses: there is no C"):
+        cpu.shift(keys, np.array([1]), np.array([1]), np.ones(16))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ninja") is None, reason="needs ninja")
+def test_what_does_not_compile_says_so_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVCACHE_CFLAGS", "--no-such-flag")
+    with pytest.raises(RuntimeError, match=r"could not be compiled: .*no-such-flag"):
+        cpu.build()
+    assert list((tmp_path / "kernels").iterdir()) == []
