@@ -45,7 +45,6 @@ class Story:
     gone: list[int] = field(default_factory=list)
     pending: list[Token] = field(default_factory=list)
     end: int = 0
-    floor: int = 0  # above all that was forgotten: what a cache knows that does not remember each lost position
 
     def positions(self) -> list[int]:
         return sorted([t.position for t in self.stored] + [t.position for t in self.fading] + self.gone)
@@ -108,23 +107,21 @@ class Oracle:
         ]
 
     def can_resume(self, sequence: int, position: int) -> bool | None:
-        """True, False, or `None` where the design leaves it open (a gap in the forgotten part)."""
+        """True, False, or `None` where a needed token has faded and nobody has looked yet."""
         story = self.story(sequence)
         if position == 0:
             return True
         if position > story.end:
             return False
-        return self._is_whole(story, position, story.is_dense)
+        return self._is_whole(story, position)
 
-    def _is_whole(self, story: Story, end: int, is_dense: bool) -> bool | None:
+    def _is_whole(self, story: Story, end: int) -> bool | None:
         """Whether all that a query at `end` sees below `end` is there."""
         first = self.first_seen(end)
         if any(first <= position < end for position in story.gone):
             return False
         if any(first <= token.position < end for token in story.fading):
             return None
-        if not is_dense and first < min(end, story.floor):
-            return None  # a gap: nothing needed is missing, yet a cache that keeps only a watermark cannot know
         return True
 
     def slots(self, *, with_fading: bool = True) -> set[Token]:
@@ -155,7 +152,6 @@ class Oracle:
         for sequence, story in self.stories.items():
             first = self.first_kept(lowest.get(sequence, story.end))
             leaving = [t for t in story.stored if t.position < first]
-            story.floor = max([story.floor] + [t.position + 1 for t in leaving])
             story.stored = [t for t in story.stored if t.position >= first]
             if self.block_size == 1 and not story.pending:
                 story.gone += [t.position for t in leaving]
@@ -164,7 +160,6 @@ class Oracle:
             if unsure and sequence in unsure:
                 first = self.first_kept(unsure[sequence])
                 story.fading += [t for t in story.stored if t.position < first]
-                story.floor = max([story.floor] + [t.position + 1 for t in story.fading])
                 story.stored = [t for t in story.stored if t.position >= first]
 
     def new_tokens(self, positions: Iterable[int]) -> list[Token]:
@@ -206,7 +201,6 @@ class Oracle:
             fading=[t for t in old.fading if t.position < length],
             gone=[p for p in old.gone if p < length],
             end=min(length, old.end),
-            floor=min(length, old.floor),
         )
         ends = self._possible_ends(new, new.end, old.is_dense)
         self.stories.pop(target, None)
@@ -239,14 +233,13 @@ class Oracle:
             fading=[moved(t) for t in old.fading if outside(t.position)],
             gone=[p if p < begin else p - delta for p in old.gone if outside(p)],
             end=new_end,
-            floor=old.floor - delta if old.floor >= stop else min(old.floor, begin),
         )
         ends = self._possible_ends(new, new_end, old.is_dense)
         num_moved = sum(t.position >= stop for t in old.stored) if delta else 0
         return Removal(new, ends, self._removal_outcomes(old, new, stop if delta else None, num_moved), num_moved)
 
     def _removal_outcomes(self, old: Story, new: Story, moved_from: int | None, num_moved: int) -> set[str]:
-        whole = new.end == 0 or self._is_whole(new, new.end, old.is_dense)
+        whole = new.end == 0 or self._is_whole(new, new.end)
         if whole is False:
             return {"unsupported"}
         if num_moved and not self.can_shift:

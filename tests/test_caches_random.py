@@ -122,6 +122,72 @@ def test_random_lives_equal_the_oracle(span: Any, block_size: int, seed: int) ->
     assert outcomes["ok"] > 50, outcomes
 
 
+# Shrunk from random lives that failed while this was built; each is short enough to follow by hand.
+ONCE_FAILED: dict[str, tuple[dict[str, Any], list[tuple[Any, ...]]]] = {
+    "a failed append ended the pass": (
+        {"span": Full(), "block_size": 1, "capacity": 6},
+        [("forward", range(5), [0] * 5), ("append", 1, 3)],
+    ),
+    "appended tokens kept the past from being forgotten": (
+        {"span": Sliding(3), "block_size": 1},
+        [("append", 0, 2), ("commit", 0, 2), ("append", 0, 3), ("append", 9, 1), ("commit", 0, 2), ("append", 1, 3)],
+    ),
+    "a cut below everything that is left": (
+        {"span": Sliding(1), "block_size": 1},
+        [("forward", [0, 1, 2], [0] * 3), ("forward", [0], [1]), ("remove", 0, 1)],
+    ),
+    "a window of one needs no past": (
+        {"span": Sliding(1), "block_size": 1},
+        [("forward", [0, 0, 1], [0, 1, 0]), ("forward", [1], [1])],
+    ),
+    "later tokens that are forgotten move as well": (
+        {"span": Chunked(4), "block_size": 2},
+        [("forward", range(4), [1] * 4), ("forward", [0], [9]), ("remove", 1, 0, 3), ("forward", [4], [1])],
+    ),
+    "a prefix below a gap": (
+        {"span": Chunked(4), "block_size": 1},
+        [("forward", [3, 4, 5], [9] * 3), ("append", 9, 3), ("copy_prefix", 9, 1, 3)],
+    ),
+    "a last block that is forgotten, in disorder": (
+        {"span": Sliding(1), "block_size": 3, "capacity": 20, "max_sequences": 3},
+        [
+            ("append", 2, 3),
+            ("commit", 2, 3),
+            ("forward", [7, 8], [1, 2]),
+            ("forward", [22, 23, 9, 10, 8, 9], [0, 0, 2, 2, 1, 1]),
+            ("forward", [24, 25, 2, 3, 4, 5], [0, 0, 1, 1, 1, 9]),
+            ("copy_prefix", 1, 0, 8),
+            ("forward", [6, 7, 8], [1] * 3),
+        ],
+    ),
+    "a last block that is forgotten, after a gap": (
+        {"span": Sliding(4, memory=7), "block_size": 4, "capacity": 20, "max_sequences": 3},
+        [
+            ("forward", [0, 1, 2, 0, 1, 0], [0, 0, 0, 2, 2, 9]),
+            ("truncate", 0, 1),
+            ("forward", [5, 6, 7, 3, 4, 8], [2, 2, 2, 1, 1, 0]),
+            ("forward", [9, 10], [0, 0]),
+            ("forward", [3, 11, 12, 4, 14], [2, 0, 0, 2, 9]),
+            ("forward", [9, 10, 11, 6, 7, 1], [1, 1, 1, 2, 2, 0]),
+            ("remove", 0, 9),
+            ("append", 9, 1),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONCE_FAILED)
+def test_lives_that_once_failed(name: str) -> None:
+    world, operations = ONCE_FAILED[name]
+    duel = Duel(**{"capacity": CAPACITY, "max_batch": MAX_BATCH, **world})
+    try:
+        for operation, *arguments in operations:
+            getattr(duel, operation)(*arguments)
+    except BaseException as error:
+        told(duel, error)
+        raise
+
+
 @pytest.mark.parametrize("span", [Full(), Sliding(3), Chunked(4)], ids=str)
 def test_tight_pools_do_run_full_and_out_of_memory_of_the_past(span: Any) -> None:
     """The other test means little if its pools never fill: here both ways to fail are seen, and change nothing."""
