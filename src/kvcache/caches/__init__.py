@@ -119,6 +119,17 @@ class Cache(ABC):
     # --- for hybrids: two steps, so that all members change or none ---------------------------------------------------
 
     @abstractmethod
+    def prepare_init(
+        self,
+        backend: str | Backend,
+        dtype: str | tuple[str, str],
+        max_sequences: int = 1,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+    ) -> Callable[[], None]:
+        """Everything of `init` that can fail, changing nothing; the answer does the rest."""
+
+    @abstractmethod
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
         """Do everything of `start_forward` that can fail, changing nothing.
 

@@ -140,6 +140,18 @@ class CausalCache(Cache):
         num_blocks: int | None = None,
     ) -> None:
         """`num_blocks`: the size of the pool, when it is not to follow from the other limits."""
+        self.prepare_init(backend, dtype, max_sequences, capacity, max_batch, num_blocks=num_blocks)()
+
+    def prepare_init(
+        self,
+        backend: str | Backend,
+        dtype: str | tuple[str, str],
+        max_sequences: int = 1,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+        *,
+        num_blocks: int | None = None,
+    ) -> Callable[[], None]:
         limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
         arrays = backends.create(backend)
         pair = formats.pair(dtype, arrays)
@@ -151,9 +163,13 @@ class CausalCache(Cache):
             capacity=limits.capacity,
             max_batch=limits.max_batch,
         )
-        self._storage = BlockStorage(arrays, pair, size, self.block_size)
-        self._tables = Tables(span, self.block_size, size)
-        self._lifecycle.begin(limits)
+
+        def effect() -> None:
+            self._storage = BlockStorage(arrays, pair, size, self.block_size)
+            self._tables = Tables(span, self.block_size, size)
+            self._lifecycle.begin(limits)
+
+        return effect
 
     def close(self) -> None:
         if not self._lifecycle.is_closed:

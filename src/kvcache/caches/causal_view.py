@@ -124,7 +124,7 @@ class CausalSequenceView(SequenceView):
         stored = storage.layer(layer)
         if not (stored.keys.format.is_native and stored.values.format.is_native):
             return None
-        slots, start = self._runs(appended, within_blocks=False)[0]
+        slots, start = self._runs(appended, within_blocks=storage.block_size > 1)[0]
         if start or len(slots) < length:
             return None
         return ContiguousKV(storage.read(stored.keys, slots[:length]), storage.read(stored.values, slots[:length]))

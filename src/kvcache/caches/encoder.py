@@ -163,10 +163,26 @@ class EncoderCache(Cache):
         capacity: int | None = None,
         max_batch: int | None = None,
     ) -> None:
+        self.prepare_init(backend, dtype, max_sequences, capacity, max_batch)()
+
+    def prepare_init(
+        self,
+        backend: str | Backend,
+        dtype: str | tuple[str, str],
+        max_sequences: int = 1,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+    ) -> Callable[[], None]:
         limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
-        self._backend = backends.create(backend)
-        self._formats = formats.pair(dtype, self._backend)
-        self._lifecycle.begin(limits)
+        arrays = backends.create(backend)
+        pair = formats.pair(dtype, arrays)
+
+        def effect() -> None:
+            self._backend = arrays
+            self._formats = pair
+            self._lifecycle.begin(limits)
+
+        return effect
 
     def close(self) -> None:
         self._lifecycle.is_closed = True

@@ -85,9 +85,18 @@ class HybridCache(Cache):
         capacity: int | None = None,
         max_batch: int | None = None,
     ) -> None:
+        self.prepare_init(backend, dtype, max_sequences, capacity, max_batch)()
+
+    def prepare_init(
+        self,
+        backend: str | Backend,
+        dtype: str | tuple[str, str],
+        max_sequences: int = 1,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+    ) -> Callable[[], None]:
         arrays = backends.create(backend)
-        for member in self.members:
-            member.init(arrays, dtype, max_sequences, capacity, max_batch)
+        return _all([member.prepare_init(arrays, dtype, max_sequences, capacity, max_batch) for member in self.members])
 
     def close(self) -> None:
         for member in self.members:

@@ -136,10 +136,25 @@ class RecurrentCache(Cache):
         capacity: int | None = None,
         max_batch: int | None = None,
     ) -> None:
+        self.prepare_init(backend, dtype, max_sequences, capacity, max_batch)()
+
+    def prepare_init(
+        self,
+        backend: str | Backend,
+        dtype: str | tuple[str, str],
+        max_sequences: int = 1,
+        capacity: int | None = None,
+        max_batch: int | None = None,
+    ) -> Callable[[], None]:
         limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
-        self._backend = backends.create(backend)
-        formats.pair(dtype, self._backend)  # unknown names raise here as everywhere
-        self._lifecycle.begin(limits)
+        arrays = backends.create(backend)
+        formats.pair(dtype, arrays)  # unknown names raise here as everywhere
+
+        def effect() -> None:
+            self._backend = arrays
+            self._lifecycle.begin(limits)
+
+        return effect
 
     def close(self) -> None:
         self._lifecycle.is_closed = True

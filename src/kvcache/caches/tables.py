@@ -127,6 +127,8 @@ class Tables:
                 self.sequences[step.sequence] = step.table
                 self._unsettled.add(step.sequence)
                 applied.slots[step.sequence] = self._take(step, plan.pending, applied)
+            if step.drops and not step.table.is_dense:  # the block that is last now may end in holes
+                self.pool.release(step.table.compact())
         return applied
 
     def _forget(self, sequence: int, positions: Indices[int], lowest: int) -> _Step:
