@@ -40,7 +40,7 @@ class Body(BaseModel):
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # typing keeps one of equal annotations, and (0,) == (False,)
 class Refused:
     """`tools: Annotated[Any, Refused("none")]`: a field that we know and do not serve.
 
