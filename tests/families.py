@@ -2,15 +2,16 @@
 
     model = FAMILIES["gemma3"].build()
 
-Traits say what a test may ask of a family. Windows and chunks are 8 tokens, so that prompts of 20 outgrow them. Models are
-seeded by name: the same weights in every process. `build` makes a fresh model each time (tests set attention implementations
-and hooks on it); a build costs 5 to 40 ms.
+Traits say what a test may ask of a family. Windows and chunks are 8 tokens, so that prompts of 20 outgrow them. Models
+are seeded by name: the same weights in every process. `build` makes a fresh model each time (tests set attention
+implementations and hooks on it); a build costs 5 to 40 ms.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ VOCABULARY = 99
 WINDOW = 8
 PAD, BOS = 0, 1
 
-# No end token: runs have the length that a test asks for. Untied: tied random embeddings would only repeat the last token.
+# No end token: runs have the length that a test asks for. Untied: tied random embeddings only repeat the last token.
 _IDS = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": None, "tie_word_embeddings": False}
 _COMMON = {"vocab_size": VOCABULARY, "hidden_size": 64, "initializer_range": 0.3, **_IDS}
 _DECODER = {
@@ -35,6 +36,19 @@ _DECODER = {
 }
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: models this small gain nothing from a second, and on a busy machine threads that wait
+    for each other are 20 times slower.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 @dataclass(frozen=True)
 class Family:
     """One family: how to build it, and what it has.
@@ -43,7 +57,7 @@ class Family:
     recurrent: some layers hold states; stateful: transformers refuses assisted decoding with it.
     sliding: some layers forget (window or chunk).
     interface: its attention goes through AttentionInterface, so that `attn_implementation="kvcache"` can be set.
-    in_place: blocks are read in place then (the rest gathers: MLA latents, relative position bias, no attention at all).
+    in_place: blocks are read in place then (the rest gathers: MLA latents, relative position bias, no attention).
     packed: several sequences can share one `[1,T]` forward.
     cache_argument: the name under which forward takes the cache.
     """

@@ -296,6 +296,13 @@ class GenerateCache(TransformersCache):
                 f"the cache was made for another model ({self._name}), and this {type(model).__name__} is not it; use "
                 f"cache_for(model, ...) of the model that generates"
             )
+        rows = self._rows
+        if announcement.mask is None and rows.length and any(rows.padding) and not self._is_fed_whole:
+            raise ValueError(
+                f"the forward comes without an attention mask [rows, columns] and rows have {rows.padding} columns of "
+                f"padding, which were not cached; pass the mask with its padding, or cache.reset() "
+                f"(generate() drops a mask that is all ones)"
+            )
         self._settle()
         self._announced = announcement
 
@@ -315,7 +322,7 @@ class GenerateCache(TransformersCache):
 
     def num_skipped(self, tokens: Tensor) -> int:
         """See `hooks.Listener`: models that take `cache_params` are fed the whole prompt after `reuse`."""
-        if self._layout.cache_argument != "cache_params" or not self._reused or tokens.shape[1] <= self._reused:
+        if not self._is_fed_whole or not self._reused or tokens.shape[1] <= self._reused:
             return 0
         agreed = self._transcript.tokens == tokens[:1, : self._reused].cpu()
         return self._reused if bool(agreed.all()) else 0
@@ -354,6 +361,11 @@ class GenerateCache(TransformersCache):
     @property
     def _in_place(self) -> bool:
         return self._layout.gathers is None and is_in_place(self._decoder_config)
+
+    @property
+    def _is_fed_whole(self) -> bool:
+        """Whether generate() does not know that this is a cache: it feeds whole prompts, and masks only with them."""
+        return self._layout.cache_argument == "cache_params"
 
     def _layer(self, index: int) -> Layer:
         if not 0 <= index < len(self._layout.layers):
