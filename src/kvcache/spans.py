@@ -121,7 +121,7 @@ class Chunked(Span):
 
 
 def num_blocks(span: Span, *, block_size: int, max_sequences: int, capacity: int, max_batch: int) -> int:
-    """Blocks that a pool needs so that `max_sequences` sequences and one batch always fit.
+    """Blocks of a pool for `max_sequences` sequences and one batch: of one sequence, or a token for each, always fits.
 
     With blocks of one slot `max_sequences * retained + max_batch`, and `max_sequences * capacity` for `Full`; larger
     blocks pay one more block per sequence (a window seldom starts on a border) and never more than `Full` would.
