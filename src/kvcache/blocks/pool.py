@@ -7,10 +7,10 @@
       +------- evict ------ published <------------------------------------- cached
 
 A published block has a key that names its content: whoever wants that content finds it by the key. A published block
-that no table names is *cached*: it can be had again by its key, until `allocate` needs it for something else. Free blocks
-are handed out first, in the order in which they became free (which keeps the slots of a lone sequence side by side),
-then cached ones (see `EvictionQueue`); of blocks released together the last is evicted first: the tail of a chain before
-its head.
+that no table names is *cached*: it can be had again by its key, until `allocate` needs it for something else. Free
+blocks are handed out first, in the order in which they became free (which keeps the slots of a lone sequence side by
+side), then cached ones (see `EvictionQueue`); of blocks released together the last is evicted first: the tail of a
+chain before its head.
 
 A block that more than one table names, or that has a key, is read-only: whoever wants to write copies it first.
 """

@@ -115,7 +115,7 @@ class CpuKernel(Kernel):
 def put(keys: Stored, values: Stored, slots: NDArray[np.int64], new_keys: Tensor, new_values: Tensor) -> None:
     """Encodes rows [n,H,D] and [n,H,Dv] of f32, f16 or bf16 into the `slots` [n] of the storage, in place.
 
-    Slot s is row `s % block_size` of block `s // block_size`; slots are distinct. Bit for bit what the formats' `encode`
+    Slot s is row `s % block_size` of block `s // block_size`; slots are distinct. Bit for bit what formats' `encode`
     gives. Raises `ValueError` when shapes do not fit, for slots outside the storage, and where there is no kernel.
     """
     for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
@@ -150,7 +150,8 @@ def shift(
     if len(slots) != len(offsets) or rotary_begin + 2 * len(inv_freq) > keys.head_dim:
         raise ValueError(
             f"shift got {len(slots)} slots, {len(offsets)} offsets and {len(inv_freq)} frequencies from value "
-            f"{rotary_begin} on for heads of {keys.head_dim}; expected as many offsets as slots, and two values for each frequency"
+            f"{rotary_begin} on for heads of {keys.head_dim}; expected as many offsets as slots, "
+            f"and two values for each frequency"
         )
     _written(keys).shift(
         keys.array,
