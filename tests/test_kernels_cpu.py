@@ -67,7 +67,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(32, 32), (64, 128), (96, 32), (128, 64), (256, 256), (512, 512)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(32, 32), (64, 128), (96, 32), (256, 256), (512, 512)])
 def test_every_format_and_head_size(isa: str, name: str, head_dim: int, value_dim: int) -> None:
     """Formats of keys and values apart, few and many rows, all in one ragged call; f32 is exact, bf16 close."""
     other = FORMATS[(FORMATS.index(name) + 2) % len(FORMATS)]
@@ -84,7 +84,7 @@ def test_any_number_of_query_heads(isa: str, group: int) -> None:
         assert error(*attend(world, dtype, ("bf16", "q8_0"), softcap=4.0, sinks=sinks)) < tolerance
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 64, 100, 128, 4096])
+@pytest.mark.parametrize("block_size", [1, 16, 100, 128, 4096])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
     """Longer than the chunks that are merged, with windows that begin anywhere in a block."""
