@@ -89,8 +89,8 @@ class Attention {
 
   // --- the plan: O(queries + items) ---
 
-  // `most_heads`: of a task, so that there are tasks for all threads.
-  void plan_segment(int index, int most_heads) {
+  // The queries of a segment and what they see, cut into tasks that have no heads yet.
+  void plan_segment(int index, std::vector<Task>& parts) const {
     const Segment& segment = p.segments[index];
     const int queries_per_task = std::max(1, TASK_ROWS / p.group);
     for (int64_t q = 0; q < segment.num_rows; q += queries_per_task) {
@@ -105,12 +105,17 @@ class Attention {
         task.slot_begin = std::clamp<int64_t>(lowest - segment.first_position, 0, segment.num_slots);
         task.slot_end = std::clamp<int64_t>(highest - segment.first_position, task.slot_begin, segment.num_slots);
       }
-      const int heads = rows_of(task) > FEW_ROWS ? 1 : std::min(most_heads, std::max(1, TASK_ROWS / rows_of(task)));
-      for (int h = 0; h < p.heads; h += heads) {
-        task.head_begin = h, task.head_end = std::min(h + heads, p.heads);
-        task.cost = (task.slot_end - task.slot_begin + TILE) * (task.head_end - h) * (FEW_ROWS + rows_of_head(task));
-        tasks.push_back(task);
-      }
+      parts.push_back(task);
+    }
+  }
+
+  // Few rows: as many heads in a task as leave tasks and chunks for all threads. Many rows: one.
+  void add_heads(Task task, int most_heads) {
+    const int rows = rows_of(task), heads = rows > FEW_ROWS ? 1 : std::min(most_heads, TASK_ROWS / rows);
+    for (int h = 0; h < p.heads; h += heads) {
+      task.head_begin = h, task.head_end = std::min(h + heads, p.heads);
+      task.cost = (task.slot_end - task.slot_begin + TILE) * (task.head_end - h) * (FEW_ROWS + rows);
+      tasks.push_back(task);
     }
   }
 
@@ -130,11 +135,12 @@ class Attention {
   }
 
   void plan(int threads) {
-    int64_t slots = 0;
-    for (int64_t s = 0; s < p.num_segments; s++) slots += p.segments[s].num_slots;
-    const int64_t chunks = std::max<int64_t>(p.num_segments, slots / CHUNK);  // about; windows make them fewer
+    std::vector<Task> parts;
+    for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s), parts);
+    int64_t chunks = 0;
+    for (const Task& part : parts) chunks += (part.slot_end - part.slot_begin) / CHUNK + 1;
     const int most_heads = int(std::clamp<int64_t>(p.heads * chunks / (4 * threads), 1, p.heads));
-    for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s), most_heads);
+    for (const Task& part : parts) add_heads(part, most_heads);
     int64_t total = 0, partial_rows = 0;
     for (const Task& task : tasks) total += task.cost;
     const int64_t target = std::max<int64_t>(total / (threads * 8), 1);

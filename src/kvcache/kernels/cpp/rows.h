@@ -31,7 +31,7 @@ inline void read_row(const void* base, int64_t at, int format, int dim, float* o
   else if (format == BF16)
     for (int i = 0; i < dim; i++) out[i] = bf16_to_float(half[i]);
   else
-    for (int i = 0; i < dim; i++) out[i] = f16_to_float(half[i]);
+    f16_to_floats(half, dim, out);
 }
 
 inline void write_row(void* base, int64_t at, int format, int dim, const float* values) {
@@ -42,7 +42,7 @@ inline void write_row(void* base, int64_t at, int format, int dim, const float* 
   else if (format == BF16)
     for (int i = 0; i < dim; i++) half[i] = float_to_bf16(values[i]);
   else
-    for (int i = 0; i < dim; i++) half[i] = float_to_f16(values[i]);
+    floats_to_f16(values, dim, half);
 }
 
 // --- encoding ---------------------------------------------------------------------------------------------------------
@@ -69,9 +69,12 @@ inline float inverse_or_zero(float scale) {
 }
 
 inline float largest_size(const float* x) {
-  float largest = 0.0f;
-  for (int i = 0; i < GROUP; i++) largest = std::max(largest, std::abs(x[i]));
-  return largest;
+  vf largest = splat(0.0f);
+  for (int i = 0; i < GROUP; i += LANES) {
+    const vf v = load<vf>(x + i);
+    largest = maximum(maximum(v, -v), largest);  // a NaN on the left is passed over
+  }
+  return maximum_of(largest);
 }
 
 inline void encode_group_q8(const float* x, uint8_t* quants, uint8_t* scale_out) {

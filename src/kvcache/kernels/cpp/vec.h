@@ -255,4 +255,21 @@ KV_INLINE uint16_t float_to_bf16(float x) {
 KV_INLINE float f16_to_float(uint16_t x) { return c10::detail::fp16_ieee_to_fp32_value(x); }
 KV_INLINE uint16_t float_to_f16(float x) { return c10::detail::fp16_ieee_from_fp32_value(x); }
 
+inline void f16_to_floats(const uint16_t* from, int n, float* to) {
+  int i = 0;
+#if defined(KV_AVX512) || defined(KV_AVX2)
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+#endif
+  for (; i < n; i++) to[i] = f16_to_float(from[i]);
+}
+
+inline void floats_to_f16(const float* from, int n, uint16_t* to) {
+  int i = 0;
+#if defined(KV_AVX512) || defined(KV_AVX2)
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+  for (; i < n; i++) to[i] = float_to_f16(from[i]);
+}
+
 }  // namespace kv
