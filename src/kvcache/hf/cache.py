@@ -15,6 +15,10 @@ from kvcache.spec import integer
 
 __all__ = ["cache_for"]
 
+# Blocks of one slot: the pool has exactly `capacity` slots for each sequence, a fork never copies a block, and a single
+# row's keys are shown as they lie. Measured (one thread, 4 key heads of 64, f32, 8192 tokens, one decode step of one
+# layer): whole keys from blocks of 1 cost nothing and attention over that strided view 0.68 ms; from blocks of 16 they
+# cost 1.9 ms and 0.52 ms; in transformers' DynamicCache 0.53 ms and 0.52 ms. Scattered slots: 1.0 ms, from 16 1.9 ms.
 DEFAULT_BLOCK_SIZE = 1
 
 

@@ -53,18 +53,19 @@ class Columns:
         array: Tensor = stored.array  # [N,H,block_size,W]
         if self.blocks is not None:
             return self._read_blocks(stored, *self.blocks, dtype)
+        slots = self.slots.to(array.device)
         if self.block_size > 1:
-            rows = array.transpose(1, 2)[self.slots // self.block_size, self.slots % self.block_size]
+            rows = array.transpose(1, 2)[slots // self.block_size, slots % self.block_size]
         elif self.run is not None:
             rows = array[self.run : self.run + self.num_columns, :, 0]
         else:
-            rows = array.view(len(array), -1).index_select(0, self.slots).view(-1, array.shape[1], array.shape[3])
+            rows = array.view(len(array), -1).index_select(0, slots).view(-1, array.shape[1], array.shape[3])
         decoded: Tensor = stored.format.decode(rows, stored.head_dim)
         decoded = decoded.to(dtype).unflatten(0, (self.num_rows, self.num_columns)).transpose(1, 2)
-        return decoded if self.missing is None else decoded.masked_fill(self.missing, 0)
+        return decoded if self.missing is None else decoded.masked_fill(self.missing.to(array.device), 0)
 
     def _read_blocks(self, stored: Stored, blocks: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-        chosen = stored.array.transpose(0, 1).index_select(1, blocks)  # [H,B*m,block_size,W]
+        chosen = stored.array.transpose(0, 1).index_select(1, blocks.to(stored.array.device))  # [H,B*m,block_size,W]
         decoded: Tensor = stored.format.decode(chosen, stored.head_dim)
         rows = decoded.to(dtype).reshape(len(decoded), self.num_rows, -1, decoded.shape[-1]).transpose(0, 1)
         return rows[:, :, offset : offset + self.num_columns]

@@ -153,7 +153,7 @@ class Pass:
             output = self._attend_last(cache, layer, call, _rows(queries, kept))
         if kept is not None:
             padded = output.new_zeros((B * q, *output.shape[1:]))
-            output = padded.index_copy_(0, kept, output)
+            output = padded.index_copy_(0, kept.to(output.device), output)
         return output.view(B, q, Hq, output.shape[-1])
 
     def _attend_last(self, cache: CausalCache, layer: int, call: Call, rows: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ class LayerReader(Reader):
 def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:
     """[B,H,q,D] as rows [B*q,H,D], or those of `index`."""
     rows = tensor.transpose(1, 2).flatten(0, 1)
-    return rows if index is None else rows.index_select(0, index)
+    return rows if index is None else rows.index_select(0, index.to(rows.device))
 
 
 def _as_stored(tensor: Tensor, form: Format) -> Tensor:
