@@ -94,6 +94,23 @@ def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
         assert error(*attend(world, dtype, (name, name))) < (2e-6 if dtype == "f32" else 1e-2)
 
 
+def test_products_through_brgemm() -> None:
+    """The path of CPUs with AMX; oneDNN runs it with AVX-512 elsewhere."""
+    cpu.build()
+    operators = cpu_build.operators()
+    before = operators.set_brgemm(False)
+    if not operators.set_brgemm(True):
+        pytest.skip("needs bf16 products, in this CPU and this PyTorch")
+    try:
+        for names in (("bf16", "bf16"), ("fp8_e4m3", "q8_0"), ("q4_0", "bf16")):
+            world = make_world(
+                Shape(2, 4, 96, 80 if "q8_0" not in names else 64, 16), [prefill(150, 70), *MIXED], seed=3
+            )
+            assert error(*attend(rounded(world, "bf16"), "bf16", names)) < 1e-2
+    finally:
+        operators.set_brgemm(before)
+
+
 def test_a_decode_does_not_depend_on_companions_or_threads(isa: str) -> None:
     world = rounded(make_world(Shape(2, 4, 64, 64, 16), [decode(1500), decode(90), prefill(700, 300)], 6), "bf16")
     keys, values = (stored("torch", raw, "bf16", world.seen_slots) for raw in (world.keys, world.values))

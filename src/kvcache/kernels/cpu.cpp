@@ -82,6 +82,16 @@ void shift(const at::Tensor& keys, int64_t format, int64_t dim, const at::Tensor
             int(keys.size(1)), keys.size(2), rotation);
 }
 
+// Whether matrix products of many bf16 rows go through brgemm; false when this CPU or this PyTorch has none.
+bool set_brgemm(bool on) {
+#if defined(KV_BF16)
+  kv::use_brgemm = on;
+#else
+  (void)on;
+#endif
+  return kv::use_brgemm;
+}
+
 std::string isa() {
 #if defined(KV_BF16)
   return "avx512+bf16";
@@ -98,6 +108,7 @@ std::string isa() {
 
 TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("isa", isa);
+  library.def("set_brgemm", set_brgemm);
   library.def(
       "attend(Tensor queries, Tensor keys, Tensor values, int key_format, int value_format, int value_dim, "
       "Tensor[] plan, int block_size, float scale, float softcap, Tensor? sinks) -> Tensor",

@@ -9,7 +9,7 @@
 | KVCACHE_ISA | built with                       | for                                                   |
 |-------------|----------------------------------|-------------------------------------------------------|
 | (unset)     | -march=native                    | the best of this machine                              |
-| `avx512`    | -march=native, refused elsewhere | AVX-512; bf16 products where it has BF16 and VBMI     |
+| `avx512`    | -march=native, refused elsewhere | AVX-512; bf16 products where it has BF16, VBMI (AMX)  |
 | `avx2`      | -march=native -mno-avx512f       | AVX2, FMA, F16C                                       |
 | `scalar`    | -march=native -DKVCACHE_PORTABLE | vector types that any compiler turns into what it has |
 
@@ -88,6 +88,8 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     found = library.isa()
     if name == "avx512" and not found.startswith("avx512"):
         raise RuntimeError(f"KVCACHE_ISA is 'avx512' and this CPU ({_cpu()}) has no AVX-512; unset it, or name avx2")
+    if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() and library.set_brgemm(True):
+        found += "+amx"
     _loaded[name] = library
     _log.info("CPU kernel: %s, %s", found, path)
     return Built(path, found, 0.0 if exists else time.perf_counter() - started)

@@ -73,6 +73,7 @@ class Attention {
     at::parallel_for(0, std::min<int64_t>(threads, int64_t(items.size())), 1, [&](int64_t, int64_t) {
       thread_local Scratch scratch;
       for (int64_t i; (i = next.fetch_add(1)) < int64_t(items.size());) run_item(items[size_t(i)], scratch);
+      if (use_brgemm) at::native::cpublas::brgemm_release();
     });
   }
 

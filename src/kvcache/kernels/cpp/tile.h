@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <vector>
 
+#include <ATen/native/CPUBlas.h>
+
 #include "direct.h"
 
 namespace kv {
@@ -218,9 +220,25 @@ struct Shape {
   bool mixes_direct(int rows) const { return rows <= 4 && values.mix_direct[rows - 1] != nullptr; }
 };
 
+// AMX multiplies 16 times 16 values at once; PyTorch reaches it through oneDNN's brgemm, whose layout of the right operand
+// is that of our bf16 tiles. On by `set_brgemm`, which cpu_build.py calls where the CPU has AMX; elsewhere the register
+// blocks of gemm.h are faster.
+inline bool use_brgemm = false;
+constexpr int BRGEMM_ROWS = 32;  // fewer do not pay for its setup
+
+inline void multiply_amx(int rows, int columns, int depth, int stride_a, int stride_b, bool add, const void* a, const void* b,
+                         float* c) {
+  at::native::cpublas::brgemm(rows, columns, depth, stride_a, stride_b, columns, add, static_cast<const at::BFloat16*>(a),
+                              static_cast<const at::BFloat16*>(b), c, true);
+}
+
 // scores[r] = q[base + r] . keys for the rows [begin, end) of one head, whose rows begin at `base`.
 inline void score(const Shape& shape, const Scratch& s, int base, int begin, int end, Ahead& ahead) {
   const int dim = shape.key_dim;
+  if (use_brgemm && shape.keys.bf16 && !shape.keys.scaled && end - begin >= BRGEMM_ROWS)
+    return multiply_amx(end - begin, TILE, dim, dim, TILE, false,
+                        reinterpret_cast<const uint16_t*>(s.queries.at) + size_t(base + begin) * dim, s.tile.at,
+                        s.scores.at + size_t(begin) * TILE);
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
     float* out = s.scores.at + size_t(row) * TILE;
@@ -243,6 +261,14 @@ inline void score(const Shape& shape, const Scratch& s, int base, int begin, int
 inline void mix(const Shape& shape, const Scratch& s, int base, int begin, int end, int num_rows, int slots,
                 Ahead& ahead) {
   const int columns = shape.values.width;
+  if (use_brgemm && shape.values.bf16 && !shape.values.scaled && end - begin >= BRGEMM_ROWS) {
+    float* out = s.output.at + size_t(base + begin) * columns;
+    for (int r = begin; r < end; r++)
+      if (s.correction.at[r] != 1.0f)
+        for (int c = 0; c < columns; c++) out[size_t(r - begin) * columns + c] *= s.correction.at[r];
+    return multiply_amx(end - begin, columns, slots, TILE, columns, true,
+                        reinterpret_cast<const uint16_t*>(s.weights.at) + size_t(begin) * TILE, s.tile.at, out);
+  }
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
     float* out = s.output.at + size_t(base + row) * columns;
