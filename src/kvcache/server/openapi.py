@@ -64,7 +64,7 @@ def _operation(operation: Operation, schemas: dict[str, Any], model: str) -> dic
     error = {"application/json": {"schema": schemas[f"{operation.path} error"]}}
     answers: dict[str, Any] = {"application/json": {"schema": schemas[f"{operation.path} reply"]}}
     if operation.stream:
-        answers[operation.stream] = {"schema": {"type": "string"}}
+        answers[operation.stream] = {"schema": {}}  # 3.1 cannot describe the items of a stream
     made: dict[str, Any] = {
         "operationId": f"{operation.method.lower()}{operation.path.replace('/', '_').partition('{')[0].rstrip('_')}",
         "responses": {

@@ -84,6 +84,8 @@ class Server:
             datetime.now(UTC).replace(microsecond=0),
         )
         self._socket = sock or bind(self.settings)
+        host, port = self._socket.getsockname()[:2]
+        self.address = (str(host), int(port))
         self.app = application(self._shared, instruments, _version(), self._lifespan)
         self._uvicorn = uvicorn.Server(self._config())
         self._thread: threading.Thread | None = None
@@ -91,7 +93,7 @@ class Server:
     @property
     def url(self) -> str:
         """Where it can be reached."""
-        host, port = self._socket.getsockname()[:2]
+        host, port = self.address
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self) -> None:
