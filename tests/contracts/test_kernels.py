@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 KERNELS = [
     Case("reference", "numpy"),
-    *([Case("reference", "torch"), Case("sdpa", "torch")] if has("torch") else []),
+    *([Case("reference", "torch"), Case("cpu", "torch"), Case("sdpa", "torch")] if has("torch") else []),
     *([Case("reference", "mlx")] if has("mlx") else []),
 ]
 DTYPES = {"numpy": ("f32", "f16"), "torch": ("f32", "f16", "bf16"), "mlx": ("f32", "f16", "bf16")}

@@ -5,6 +5,7 @@ to it.
 
 | name        | arrays | what it is                                                                 |
 |-------------|--------|----------------------------------------------------------------------------|
+| `cpu`       | torch  | C++ over the blocks in place, compiled for this machine on first use       |
 | `sdpa`      | torch  | PyTorch's own operators over gathered blocks, grouped queries not repeated |
 | `reference` | any    | NumPy in float64; the definition                                           |
 
@@ -44,6 +45,7 @@ class _Entry(NamedTuple):
 
 # The order is the preference: fastest first, and last the one that reads everything.
 _KERNELS = {
+    "cpu": _Entry("kvcache.kernels.cpu", "CpuKernel", "torch"),
     "sdpa": _Entry("kvcache.kernels.sdpa", "SdpaKernel", "torch"),
     "reference": _Entry("kvcache.kernels.reference", "ReferenceKernel", None),
 }
