@@ -116,6 +116,7 @@ class Prefixes:
         chain, end, size = sample.chain, entry.num_computed, self._block_size
         if chain is None:
             return
+        self._sync()  # a key that was evicted and is published again must not be taken for gone
         priority = entry.priority
         for index in range(begin // size, end // size):
             key = chain.key(sample.tokens, index)
@@ -135,6 +136,7 @@ class Prefixes:
         chain, end, size = sample.chain, entry.num_computed, self._block_size
         if chain is None or not end:
             return
+        self._sync()
         index, rest = divmod(end, size)
         if rest:
             key = chain.tail(sample.tokens, end)

@@ -78,10 +78,11 @@ class Hit(NamedTuple):
 class PrefixIndex:
     """What the members of one cache hold."""
 
-    __slots__ = ("_members", "_nodes", "_tails", "listeners")
+    __slots__ = ("_members", "_nodes", "_strict", "_tails", "listeners")
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = tuple(members)
+        self._strict = [number for number, member in enumerate(members) if member.needs_all]
         self._nodes: dict[bytes, _Node] = {}
         self._tails: dict[tuple[bytes, int], dict[bytes, _Node]] = {}  # by parent and first token
         self.listeners: list[Callable[[PrefixEvent], None]] = []
@@ -129,9 +130,15 @@ class PrefixIndex:
         """
         limit = len(tokens) - 1 if limit is None else limit
         keys = self._known(chain, tokens, limit)
-        num_tokens = len(keys) * chain.block_size
         is_whole = True
         donor = self._donor(chain, tokens, len(keys), limit)
+        if not self._strict:  # no member needs every block: the furthest one may lie behind a gap
+            for index in range(limit // chain.block_size, len(keys), -1):
+                if further := self._donor(chain, tokens, index, limit):
+                    donor = further
+                    keys += [chain.key(tokens, i) for i in range(len(keys), index)]
+                    break
+        num_tokens = len(keys) * chain.block_size
         if donor is not None:
             shared = common_length(donor.tokens, tokens[num_tokens:limit])
             keys.append(donor.key)
@@ -155,7 +162,7 @@ class PrefixIndex:
 
     def _known(self, chain: Chain, tokens: Sequence[int], limit: int) -> list[bytes]:
         """Keys of the full blocks before `limit` that lead to something known."""
-        strict = [member for member in self._members if member.needs_all]
+        strict = [self._members[number] for number in self._strict]
         keys: list[bytes] = []
         length = 0
         for index in range(limit // chain.block_size):
@@ -178,11 +185,12 @@ class PrefixIndex:
         if not known:
             return None
         end = min(begin + chain.block_size, limit)
-        strict = [number for number, member in enumerate(self._members) if member.needs_all]
         wanted = tokens[begin:end]
         best, most = None, 0
         for node in islice(reversed(known.values()), MAX_TAILS):
-            if not node.holders.issuperset(strict) or node.extras != chain.extras(begin, begin + len(node.tokens)):
+            if not node.holders.issuperset(self._strict) or node.extras != chain.extras(
+                begin, begin + len(node.tokens)
+            ):
                 continue
             shared = common_length(node.tokens, wanted)
             if (shared, shared == len(node.tokens)) > (most, best is not None and most == len(best.tokens)):

@@ -1,0 +1,577 @@
+"""The engine on tiny models: every output as each request alone, whatever is shared, evicted, preempted or aborted."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from families import FAMILIES, VOCABULARY
+from kvcache import Completion, CorruptState, Engine, Finished, Full, Request, SamplingParams, Token
+from kvcache.engine import memory
+from kvcache.engine.text import StopTexts, TextStream
+from kvcache.hf.layout import layout_of
+from kvcache.prefix import Removed, Stored
+from kvcache.request import Event, MediaInput, RequestRefused
+
+DECODERS = [name for name, family in FAMILIES.items() if not family.encoder_decoder and name != "mllama"]
+BLOCK = 4
+
+
+@functools.cache
+def reference(name: str) -> Any:
+    return FAMILIES[name].build("eager" if FAMILIES[name].interface else None)
+
+
+@functools.cache
+def block_bytes(name: str) -> tuple[int, int]:
+    """Bytes of a block in all members, and of one sequence's states."""
+    model = FAMILIES[name].build()
+    sizes = memory.measure(model, layout_of(model), "f32", BLOCK)
+    return sum(sizes.blocks), sizes.states
+
+
+def engine_for(name: str, num_blocks: int = 400, **options: Any) -> Engine:
+    """An engine whose pools have `num_blocks` blocks each."""
+    blocks, states = block_bytes(name)
+    num_sequences = options.setdefault("max_sequences", 8)
+    num_bytes = num_blocks * blocks + 2 * num_sequences * states + 1
+    return Engine(FAMILIES[name].build(), kv_bytes=num_bytes, block_size=BLOCK, **options)
+
+
+@torch.inference_mode()
+def check_greedy(name: str, prompt: list[int], tokens: tuple[int, ...], **inputs: Any) -> None:
+    """Each token is the likeliest after those before it, computed at once without a cache."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    argument = "decoder_input_ids" if FAMILIES[name].encoder_decoder else "input_ids"
+    logits = reference(name)(**{argument: ids}, **inputs, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    gap = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert float(gap.max()) <= 1e-4, (prompt, tokens, gap)
+
+
+def drained(engine: Engine, *, checked: bool = True) -> dict[str, Completion]:
+    """Step until idle, `check` after each step."""
+    done = {}
+    for _ in range(20_000):
+        if engine.is_idle:
+            return done
+        done |= {event.request_id: event.completion for event in engine.step() if isinstance(event, Finished)}
+        if checked:
+            engine.check()
+    raise AssertionError("the engine hangs")
+
+
+def assert_empty(engine: Engine) -> None:
+    engine.check()
+    usage = engine.usage()
+    assert usage.num_free_blocks == usage.num_blocks and not usage.sequences
+
+
+def tree(seed: int, count: int, longest: int = 40) -> list[list[int]]:
+    """Prompts that share prefixes: each goes on from some point of an earlier one."""
+    chance = random.Random(seed)
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        parent = chance.choice(prompts[-12:]) if prompts and chance.random() < 0.9 else []
+        tail = [chance.randrange(3, VOCABULARY - 1) for _ in range(chance.randrange(1, 14))]
+        prompts.append((parent[: chance.randrange(len(parent) // 2, len(parent) + 1)] + tail)[:longest])
+    return prompts
+
+
+# --- the same tokens as alone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"prefix_cache": False}, {}, {"max_batch_tokens": 9}], ids=str)
+@pytest.mark.parametrize("name", DECODERS)
+def test_shared_evicted_and_preempted_outputs_are_those_of_each_alone(name: str, options: dict[str, Any]) -> None:
+    """A tree of prompts through a pool so small that it evicts and preempts; everything is given back."""
+    prompts = tree(1, 16)
+    lengths = [4 + number % 9 for number in range(len(prompts))]
+    with engine_for(name, 16, **options) as engine:
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            engine.add(Request(str(number), prompt, SamplingParams(max_tokens=length), priority=number % 2))
+        done = drained(engine)
+        assert_empty(engine)
+        counts, metrics = engine.counts, engine.metrics()
+        grows = any(isinstance(member.span, Full) for member in engine._members)
+        assert counts.num_preemptions or not grows  # windows and states alone have room enough
+        if options.get("prefix_cache", True):
+            assert counts.num_cached_tokens
+            assert metrics.num_evicted_blocks or not grows
+    for number, prompt in enumerate(prompts):
+        completion = done[str(number)]
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", lengths[number])
+        assert completion.prompt_tokens == len(prompt) > completion.cached_tokens
+        check_greedy(name, prompt, completion.token_ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_three_hundred_requests_that_come_and_go(name: str) -> None:
+    """Arrivals while others run, aborts, priorities, salts, a pool of 40 blocks; a listener rebuilds what is cached."""
+    chance = random.Random(7)
+    prompts = tree(2, 300)
+    cached: set[tuple[bytes, int]] = set()
+
+    def listen(event: Stored | Removed) -> None:
+        entry = (event.key, event.member)
+        assert (entry in cached) is isinstance(event, Removed)
+        cached.symmetric_difference_update({entry})
+
+    finished: dict[str, Completion] = {}
+    streamed: dict[str, list[int]] = {str(number): [] for number in range(300)}
+    with engine_for(name, 40, max_batch_tokens=48) as engine:
+        assert engine.prefixes is not None
+        engine.prefixes.index.listeners.append(listen)
+        added, num_steps = 0, 0
+        while added < 300 or not engine.is_idle:
+            for _ in range(chance.choice((0, 1, 3))):
+                if added < 300:
+                    params = SamplingParams(max_tokens=chance.randrange(1, 9))
+                    salt = chance.choice((None, None, None, "a"))
+                    engine.add(Request(str(added), prompts[added], params, chance.choice((0, 0, 1)), salt))
+                    added += 1
+            if chance.random() < 0.3:
+                engine.abort(str(chance.randrange(max(0, added - 8), added + 1)))
+            for event in engine.step():
+                match event:
+                    case Token(token, request_id=request_id):
+                        streamed[request_id].append(token)
+                    case Finished(completion):
+                        assert completion.request_id not in finished
+                        finished[completion.request_id] = completion
+            num_steps += 1
+            if num_steps % 5 == 0:
+                engine.check()
+        assert_empty(engine)
+        held = {(key, member) for member, cache in enumerate(engine._members) for key in cache.tables.pool.keys}
+        assert cached == held
+        engine.prefixes.clear()
+        assert not cached
+        assert_empty(engine)
+        reasons = Counter(completion.finish_reason for completion in finished.values())
+        assert reasons["length"] > 200 and reasons["abort"] > 5 and sum(reasons.values()) == 300
+        assert engine.counts.num_hits > 100
+    for request_id, completion in finished.items():
+        assert streamed[request_id] == list(completion.token_ids)
+        if completion.token_ids:
+            check_greedy(name, prompts[int(request_id)], completion.token_ids)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper", "mllama"])
+def test_media_are_part_of_what_is_reused(name: str) -> None:
+    """Equal media by key: the prefix is reused; other media: not. Outputs as alone with that medium."""
+    family = FAMILIES[name]
+    prompt = [1, *range(5, 20)]
+
+    def inputs(seed: int) -> dict[str, Any]:
+        if name == "mllama":
+            images = dict(family.image_inputs(1, 1, seed=seed))
+            del images["cross_attention_mask"]
+            return images
+        return {k: v for k, v in family.encoder_inputs(1, seed=seed).items() if k != "attention_mask"}
+
+    with engine_for(name, 100) as engine:
+        states = {seed: engine.encode(**inputs(seed)) for seed in (1, 2)}
+        seen = []
+        for number, seed in enumerate((1, 1, 2, 1)):
+            media = [MediaInput(0, f"medium {seed}", states[seed])]
+            engine.add(Request(str(number), prompt, SamplingParams(max_tokens=6), media=media))
+            completion = drained(engine)[str(number)]
+            seen.append(completion.cached_tokens)
+            check_greedy(name, prompt, completion.token_ids, **inputs(seed))
+        assert seen == [0, 15, 0, 15]
+        assert_empty(engine)
+
+
+def test_requests_that_arrive_together_compute_a_common_prefix_once() -> None:
+    prompt = list(range(10, 58))
+    for name in ("llama", "gemma3", "lfm2"):
+        with engine_for(name, max_batch_tokens=16) as engine:
+            for number in range(4):
+                engine.add(Request(str(number), [*prompt, 60 + number, 7], SamplingParams(max_tokens=3)))
+            done = drained(engine)
+            assert [done[str(number)].cached_tokens for number in range(4)] == [0, 48, 48, 48], name
+            assert engine.counts.num_computed_tokens == 50 + 3 * 2 + 4 * 2
+            for number in range(4):
+                check_greedy(name, [*prompt, 60 + number, 7], done[str(number)].token_ids)
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_aborted() -> None:
+    prompt = list(range(10, 58))
+    with engine_for("llama", max_batch_tokens=8) as engine:
+        for number in range(3):
+            engine.add(Request(str(number), prompt, SamplingParams(max_tokens=3)))
+        engine.step()
+        assert engine.abort("0") and not engine.abort("0") and not engine.abort("nobody")
+        done = drained(engine)
+        assert done["0"].finish_reason == "abort" and not done["0"].token_ids
+        assert [done[number].cached_tokens for number in ("1", "2")] == [8, 47]
+        assert_empty(engine)
+
+
+def test_a_conversation_pays_for_what_is_new() -> None:
+    """The second turn holds the first, its answer and more: all but the answer's last token is reused, to the token."""
+    for name in ("llama", "gemma3", "lfm2", "mamba2"):
+        with engine_for(name) as engine:
+            prompt = list(range(5, 26))
+            (first,) = engine.generate(prompt, max_tokens=6)
+            second = [*prompt, *first.token_ids, 50, 51, 52]
+            (answer,) = engine.generate(second, max_tokens=6)
+            assert answer.cached_tokens == len(prompt) + 5, name
+            check_greedy(name, second, answer.token_ids)
+            assert engine.match(second).num_tokens == (29 if name in ("llama", "gemma3") else 28)
+
+
+def test_salts_keep_prompts_apart() -> None:
+    with engine_for("llama") as engine:
+        prompt = list(range(5, 25))
+        seen = [engine.generate(prompt, max_tokens=1, salt=salt)[0].cached_tokens for salt in ("a", "a", "b", None)]
+        assert seen == [0, 19, 0, 0]
+
+
+def test_what_is_pinned_stays() -> None:
+    with engine_for("llama", 12) as engine:
+        prompt = list(range(5, 25))
+        engine.generate(prompt, max_tokens=1)
+        assert engine.pin(prompt).num_tokens == 19
+        engine.generate([list(range(40, 40 + n)) for n in (20, 22, 24)], max_tokens=2)
+        assert engine.match(prompt).num_tokens == 19
+        engine.pin(prompt, is_pinned=False)
+        engine.generate([list(range(30, 30 + n)) for n in (30, 32)], max_tokens=2)
+        assert engine.match(prompt).num_tokens < 19
+        assert_empty(engine)
+
+
+# --- one output -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_takes_one_prompt_or_several() -> None:
+    with engine_for("llama") as engine:
+        assert len(engine.generate([5, 6, 7], max_tokens=2)) == 1
+        assert [c.prompt_tokens for c in engine.generate([[5, 6, 7], [8]], max_tokens=2)] == [3, 1]
+        assert engine.generate([], max_tokens=2) == []
+        first, second = engine.generate([[5, 6, 7]] * 2, max_tokens=2)
+        assert first.token_ids == second.token_ids
+        assert 0 < first.time_to_first_token <= first.seconds
+        with pytest.raises(ValueError, match="no tokenizer"):
+            engine.generate("text")
+
+
+def test_a_stream_that_is_left_gives_everything_back() -> None:
+    with engine_for("llama") as engine:
+        events: list[Event] = []
+        for event in engine.stream([5, 6, 7], max_tokens=50):
+            events.append(event)
+            if len(events) == 3:
+                break
+        del event
+        assert all(isinstance(event, Token) for event in events)
+        while not engine.is_idle:
+            engine.step()
+        assert_empty(engine)
+        *tokens, last = engine.stream([5, 6, 7], max_tokens=5)
+        assert isinstance(last, Finished)
+        assert [token.token_id for token in tokens if isinstance(token, Token)] == list(last.completion.token_ids)
+
+
+def test_events_of_others_are_not_lost() -> None:
+    with engine_for("llama") as engine:
+        engine.add(Request("other", [5, 6, 7], SamplingParams(max_tokens=4)))
+        engine.generate([9, 8, 7], max_tokens=8)
+        done = drained(engine)
+        assert len(done["other"].token_ids) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    ],
+    ids=str,
+)
+def test_a_seed_fixes_a_sample_whoever_shares_the_step(options: dict[str, float]) -> None:
+    def sampled(others: int, seed: int) -> tuple[int, ...]:
+        with engine_for("llama") as engine:
+            for number in range(others):
+                engine.add(Request(f"other {number}", [3 + number, 9], SamplingParams(max_tokens=9, temperature=1.0)))
+            engine.add(Request("it", [5, 6, 7], SamplingParams(max_tokens=12, seed=seed, **options)))  # type: ignore[arg-type]
+            return drained(engine)["it"].token_ids
+
+    assert sampled(0, 3) == sampled(4, 3)
+    assert len({sampled(0, seed) for seed in range(4)}) > 1
+
+
+def test_sampling_follows_the_distribution() -> None:
+    """Frequencies of 600 first tokens against the softmax of the logits, restricted to the four likeliest."""
+    prompt = [5, 6, 7]
+    with torch.inference_mode():
+        logits = reference("llama")(input_ids=torch.tensor([prompt])).logits[0, -1]
+    top = logits.topk(4)
+    expected = dict(zip(top.indices.tolist(), (top.values / 2.0).softmax(-1).tolist(), strict=True))
+    with engine_for("llama", max_sequences=60, max_batch_tokens=200) as engine:
+        for number in range(10):
+            params = SamplingParams(max_tokens=1, temperature=2.0, top_k=4, seed=number, n=60)
+            engine.add(Request(str(number), prompt, params))
+        seen: Counter[int] = Counter()
+        while not engine.is_idle:
+            seen.update(event.token_id for event in engine.step() if isinstance(event, Token))
+    assert seen.total() == 600 and seen.keys() <= expected.keys()
+    for token, share in expected.items():
+        assert abs(seen[token] / 600 - share) < 0.07
+
+
+def test_penalties_change_what_is_greedy() -> None:
+    with engine_for("llama") as engine:
+        plain = engine.generate([5, 6, 7], max_tokens=30)[0].token_ids
+        engine.add(Request("p", [5, 6, 7], SamplingParams(max_tokens=30, presence_penalty=2.0, frequency_penalty=2.0)))
+        penalised = drained(engine)["p"].token_ids
+        assert len(set(penalised)) > len(set(plain))
+
+
+def test_logprobs_are_the_models() -> None:
+    prompt = [5, 6, 7]
+    with engine_for("llama") as engine:
+        engine.add(Request("it", prompt, SamplingParams(max_tokens=4, logprobs=3, temperature=0.5, seed=1)))
+        tokens = [event for event in (e for _ in range(9) for e in engine.step()) if isinstance(event, Token)]
+    ids = torch.tensor([[*prompt, *(token.token_id for token in tokens)]])
+    with torch.inference_mode():
+        expected = reference("llama")(input_ids=ids).logits[0, 2:-1].log_softmax(-1)
+    for row, token in zip(expected, tokens, strict=True):
+        assert token.logprobs is not None
+        assert token.logprobs.chosen.token_id == token.token_id
+        assert token.logprobs.chosen.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
+        assert [entry.token_id for entry in token.logprobs.top] == row.topk(3).indices.tolist()
+
+
+def test_parallel_samples_share_their_prompt() -> None:
+    prompt = list(range(5, 27))
+    for options in ({}, {"prefix_cache": False}):
+        with engine_for("gemma3", **options) as engine:
+            engine.add(Request("it", prompt, SamplingParams(max_tokens=5, temperature=1.0, seed=2, n=4)))
+            finished: dict[int, Completion] = {}
+            lasts = []
+            while not engine.is_idle:
+                for event in engine.step():
+                    if isinstance(event, Finished):
+                        finished[event.index] = event.completion
+                        lasts.append(event.is_last)
+                engine.check()
+            assert sorted(finished) == [0, 1, 2, 3] and lasts == [False, False, False, True]
+            assert len({completion.token_ids for completion in finished.values()}) > 1
+            assert engine.counts.num_computed_tokens == len(prompt) + 4 * 4
+            assert_empty(engine)
+            with pytest.raises(ValueError, match="max_sequences"):
+                engine.add(Request("many", prompt, SamplingParams(n=9)))
+
+
+def test_best_of_returns_the_likeliest() -> None:
+    with engine_for("llama") as engine:
+        options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.5, "seed": 4, "logprobs": 0}
+        engine.add(Request("all", [5, 6, 7], SamplingParams(n=6, **options)))
+        engine.add(Request("best", [5, 6, 7], SamplingParams(n=2, best_of=6, **options)))
+        events = [event for _ in range(40) for event in engine.step()]
+        by_request: dict[str, list[Completion]] = {"all": [], "best": []}
+        for event in events:
+            if isinstance(event, Finished):
+                by_request[event.request_id].append(event.completion)
+        assert not any(isinstance(event, Token) and event.request_id == "best" for event in events)
+
+    def likelihood(completion: Completion) -> float:
+        assert completion.logprobs is not None
+        return sum(entry.chosen.logprob for entry in completion.logprobs) / len(completion.token_ids)
+
+    ranked = sorted(by_request["all"], key=likelihood, reverse=True)
+    assert [c.token_ids for c in by_request["best"]] == [c.token_ids for c in ranked[:2]]
+    assert [c.index for c in by_request["best"]] == [0, 1]
+
+
+def test_end_tokens_end() -> None:
+    with engine_for("llama") as engine:
+        plain = engine.generate([5, 6, 7], max_tokens=9)[0].token_ids
+        end = plain[3]
+        first = plain.index(end)
+        engine._stop_tokens = frozenset({end})
+        (stopped,) = engine.generate([5, 6, 7], max_tokens=9)
+        assert (stopped.finish_reason, stopped.token_ids) == ("stop", plain[: first + 1])
+        (ignored,) = engine.generate([5, 6, 7], max_tokens=9, ignore_eos=True)
+        assert (ignored.finish_reason, ignored.token_ids) == ("length", plain)
+        engine.add(Request("own", [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True, stop_token_ids=[plain[1]])))
+        assert drained(engine)["own"].token_ids == plain[: plain.index(plain[1]) + 1]
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def fed(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], bool]:
+    finder, shown = StopTexts(stops), []
+    for piece in pieces:
+        text, stopped = finder.feed(piece)
+        shown.append(text)
+        if stopped:
+            return shown, True
+    return [*shown, finder.flush()], False
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "shown", "stopped"),
+    [
+        (("END",), ["an ", "E", "N", "D of"], ["an ", "", "", ""], True),
+        (("END",), ["an E", "vil"], ["an ", "Evil", ""], False),
+        (("END",), ["xEN"], ["x", "EN"], False),
+        (("\n\n", "stop"), ["a\n", "b\n", "\nc"], ["a", "\nb", ""], True),
+        (("ab", "b"), ["xab"], ["x"], True),
+        (("aab",), ["aa", "ab"], ["", "a"], True),
+        ((), ["anything"], ["anything", ""], False),
+    ],
+)
+def test_stop_texts_cross_borders(stops: tuple[str, ...], pieces: list[str], shown: list[str], stopped: bool) -> None:
+    assert fed(stops, pieces) == (shown, stopped)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stop_texts_as_if_the_text_were_whole(seed: int) -> None:
+    chance = random.Random(seed)
+    stops = tuple("".join(chance.choices("ab", k=chance.randrange(1, 5))) for _ in range(2))
+    pieces = ["".join(chance.choices("abc", k=chance.randrange(4))) for _ in range(12)]
+    whole = "".join(pieces)
+    found = [at for stop in stops if (at := whole.find(stop)) >= 0]
+    shown, stopped = fed(stops, pieces)
+    assert stopped is bool(found)
+    if not found:
+        assert "".join(shown) == whole
+    else:
+        # a stop text that ends earlier may be seen before one that begins earlier is complete
+        assert whole.startswith("".join(shown)) and len("".join(shown)) in [
+            at for at in range(len(whole)) if any(whole.startswith(stop, at) for stop in stops)
+        ]
+
+
+def byte_tokenizer(*, is_fast: bool) -> Any:
+    """Tokens are bytes: every character beyond ASCII takes several."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    raw.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw)
+    if is_fast:
+        return fast
+
+    class Slow:
+        is_fast = False
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            return str(fast.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    return Slow()
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_never_half_a_character(is_fast: bool) -> None:
+    tokenizer = byte_tokenizer(is_fast=is_fast)
+    text = "naïve – 猫は🐈 ok"
+    ids = byte_tokenizer(is_fast=True)(text)["input_ids"]
+    stream = TextStream(tokenizer, ids[:2])
+    pieces = [stream.step(token) for token in ids[2:]]
+    assert "".join(pieces) == text[2:]
+    assert not any("\ufffd" in piece for piece in pieces) and "" in pieces
+
+
+# --- limits and misuse ------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_fit_alone_is_refused_with_the_numbers() -> None:
+    with engine_for("llama", 6) as engine:
+        with pytest.raises(RequestRefused, match=r"needs 31 tokens and the cache holds 20") as refused:
+            engine.add(Request("long", [5] * 30))
+        assert (refused.value.needed, refused.value.available) == (31, 20)
+        assert engine.is_idle
+        (completion,) = engine.generate([5] * 15, max_tokens=50)
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", 5)
+        assert_empty(engine)
+    with engine_for("gpt2", 400) as engine, pytest.raises(RequestRefused, match="the model's context holds 512"):
+        engine.add(Request("long", [5] * 600))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Request("", [5]), ValueError, "Request.id is empty"),
+        (lambda: Request("a", [5], SamplingParams(max_tokens=0)), ValueError, "max_tokens is 0"),
+        (lambda: SamplingParams(temperature=-1), ValueError, "temperature is -1"),
+        (lambda: SamplingParams(temperature=float("nan")), ValueError, "temperature is nan"),
+        (lambda: SamplingParams(top_p=0), ValueError, "top_p is 0"),
+        (lambda: SamplingParams(top_p="1"), TypeError, "top_p is '1'"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(n=3, best_of=2), ValueError, "best_of is 2"),
+        (lambda: SamplingParams(stop=["a", ""]), ValueError, "empty"),
+        (lambda: Request("a", [5, -1]), ValueError, "at least 0"),
+        (lambda: Request("a", [5], priority=1.5), TypeError, "priority"),  # type: ignore[arg-type]
+        (lambda: Request("a", [5], salt=5), TypeError, "salt"),  # type: ignore[arg-type]
+    ],
+)
+def test_nonsense_is_refused_where_it_is_made(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_misuse_of_an_engine() -> None:
+    engine = engine_for("llama")
+    engine.add(Request("a", [5, 6]))
+    for request, error, message in (
+        (Request("a", [5]), ValueError, "under way"),
+        (Request("b", []), ValueError, "no tokens"),
+        (Request("b", [VOCABULARY]), ValueError, "vocabulary"),
+        (Request("b", "text"), ValueError, "no tokenizer"),
+        ("b", TypeError, "expected a kvcache.Request"),
+    ):
+        with pytest.raises(error, match=message):
+            engine.add(request)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="beam"):
+        engine.generate([5], beam=3)  # type: ignore[call-arg]
+    engine.close()
+    engine.close()
+    with pytest.raises(ValueError, match="closed"):
+        engine.step()
+    for options, message in (
+        ({"kv_bytes": "lots"}, "kv_bytes is 'lots'"),
+        ({"kv_bytes": 100}, "two blocks"),
+        ({"max_sequences": 0}, "max_sequences is 0"),
+        ({"kv_dtype": "f12"}, "f12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Engine(FAMILIES["llama"].build(), **options)  # type: ignore[arg-type]
+
+
+def test_a_broken_cache_stops_the_engine_when_it_is_idle() -> None:
+    engine = engine_for("llama")
+    engine.generate([5, 6, 7], max_tokens=2)
+    engine._members[0].tables.pool._references[3] += 1
+    with pytest.raises(CorruptState, match="block 3"):
+        engine.generate([5, 6, 7], max_tokens=2)
+    with pytest.raises(CorruptState, match="stopped"):
+        engine.generate([5, 6, 7], max_tokens=2)
+
+
+def test_a_forward_that_fails_leaves_the_requests_as_they_were() -> None:
+    with engine_for("llama") as engine:
+        engine.add(Request("it", [5, 6, 7], SamplingParams(max_tokens=4)))
+        engine.step()
+        hook = engine.model.get_output_embeddings().register_forward_pre_hook(_fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            engine.step()
+        hook.remove()
+        engine.check()
+        check_greedy("llama", [5, 6, 7], drained(engine)["it"].token_ids)
+
+
+def _fail(*_: Any) -> None:
+    raise RuntimeError("out of luck")
