@@ -66,7 +66,6 @@ def serve(
     grace_seconds: Annotated[float, typer.Option(min=0.0, help="When stopping, what runs may go on for.")] = 30.0,
 ) -> None:
     """Serve a model over HTTP to the clients of OpenAI and Ollama."""
-    from kvcache.cli.serve import serve as start
     from kvcache.server import Settings
 
     settings = Settings(
@@ -79,6 +78,8 @@ def serve(
         request_seconds=request_seconds,
         grace_seconds=grace_seconds,
     )
+    from kvcache.cli.serve import serve as start  # brings PyTorch: what is wrong above is told before
+
     start(
         model,
         settings,

@@ -14,7 +14,20 @@ instruments.py    /metrics       model.py    what is told of the model
 
 from __future__ import annotations
 
-from kvcache.server.run import Server, bind
+from typing import TYPE_CHECKING, Any
+
 from kvcache.server.settings import Settings
 
+if TYPE_CHECKING:
+    from kvcache.server.run import Server, bind
+
 __all__ = ["Server", "Settings", "bind"]
+
+
+def __getattr__(name: str) -> Any:
+    """`Server` and `bind` bring PyTorch; settings that cannot work are told before that."""
+    if name not in ("Server", "bind"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvcache.server import run
+
+    return getattr(run, name)
