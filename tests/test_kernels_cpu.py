@@ -164,10 +164,18 @@ def test_batches_beyond_the_storage_raise() -> None:
     keys = stored("torch", world.keys, "f32", world.seen_slots)
     queries = array("torch", world.queries)
     few = Stored(keys.array[:1], keys.format, 32)
-    with pytest.raises(ValueError, match=r"names blocks up to \d; there are 1 queries, and 1 blocks of keys"):
+    with pytest.raises(ValueError, match=r"names blocks of 4 up to \d; there are 1 queries and 1 blocks of \{4\}"):
         CpuKernel().attend(queries, few, keys, world.batch, scale=1.0)
     with pytest.raises(ValueError, match="the batch has 1 queries"):
         CpuKernel().attend(queries.repeat(2, 1, 1), keys, keys, world.batch, scale=1.0)
+    (segment,) = world.batch.segments
+    for bad in (
+        Segment(segment.rows, segment.block_table[:1], 5, 0, None),
+        Segment(segment.rows + 1, segment.block_table, 5, 0, None),
+    ):
+        batch = AttentionBatch([bad], world.batch.query_begins, world.batch.query_ends, 4)
+        with pytest.raises(ValueError, match="expected 2 blocks and rows of the batch"):
+            CpuKernel().attend(queries, keys, keys, batch, scale=1.0)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ class CpuKernel(Kernel):
         refused = refusal_of("keys", keys) or refusal_of("values", values)
         if refused is not None:
             return refused
-        found = operators()
-        return found if isinstance(found, str) else None
+        library = operators()
+        return library if isinstance(library, str) else None
 
     def attend(
         self,
@@ -90,10 +90,11 @@ class CpuKernel(Kernel):
         plan = self._plans.get(batch)
         if plan is None:
             plan = self._plans[batch] = _plan(batch)
-        if plan.num_blocks > min(len(keys.array), len(values.array)) or plan.num_rows != len(queries):
+        num_blocks, sizes = min(len(keys.array), len(values.array)), {keys.array.shape[2], values.array.shape[2]}
+        if plan.num_blocks > num_blocks or plan.num_rows != len(queries) or sizes != {batch.block_size}:
             raise ValueError(
-                f"the batch has {plan.num_rows} queries and names blocks up to {plan.num_blocks - 1}; there are "
-                f"{len(queries)} queries, and {len(keys.array)} blocks of keys and {len(values.array)} of values"
+                f"the batch has {plan.num_rows} queries and names blocks of {batch.block_size} up to "
+                f"{plan.num_blocks - 1}; there are {len(queries)} queries and {num_blocks} blocks of {sizes}"
             )
         rows: Tensor = queries if queries.is_cpu else queries.cpu()
         out: Tensor = operators().attend(
@@ -121,7 +122,8 @@ def put(keys: Stored, values: Stored, slots: NDArray[np.int64], new_keys: Tensor
     for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
         expected = (len(slots), stored.array.shape[1], stored.head_dim)
         if tuple(rows.shape) != expected or rows.dtype not in _DTYPES:
-            raise ValueError(f"new {what} are {rows.dtype} {tuple(rows.shape)}; expected f32, f16 or bf16 {expected}")
+            seen = f"{rows.dtype} {tuple(rows.shape)}"
+            raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}")
     _written(keys, values).put(
         keys.array,
         values.array,
@@ -198,7 +200,13 @@ def _plan(batch: AttentionBatch) -> _Plan:
     for segment in batch.segments:
         at = -1 if segment.positions is None else num_padded
         table.append([num_blocks, segment.num_slots, segment.first_position, at, num_rows, len(segment.rows)])
-        blocks.append(segment.block_table[: -(-segment.num_slots // batch.block_size)])
+        needed = -(-segment.num_slots // batch.block_size)
+        if len(segment.block_table) < needed or (len(segment.rows) and segment.rows.max() >= len(batch.query_ends)):
+            raise ValueError(
+                f"a segment of {segment.num_slots} slots has {len(segment.block_table)} blocks of {batch.block_size}, "
+                f"and rows {segment.rows} of {len(batch.query_ends)}; expected {needed} blocks and rows of the batch"
+            )
+        blocks.append(segment.block_table[:needed])
         num_blocks += len(blocks[-1])
         rows.append(_ordered(segment.rows, batch))
         num_rows += len(segment.rows)

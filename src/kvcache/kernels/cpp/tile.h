@@ -1,3 +1,5 @@
+// (Longer than 300 lines: it is one pipeline, read from top to bottom.)
+//
 // One tile of one task: find its rows, decode them, score, soften, mix. Everything here runs inside one thread.
 //
 // The state of a row is its running maximum `m` (in base 2), the sum `l` of its weights, and its output, not yet divided.
