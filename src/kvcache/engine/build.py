@@ -7,9 +7,16 @@ from typing import Any
 
 from kvcache import backends
 from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
+from kvcache.engine.drafts import Drafter, DraftModel, Lookup
+from kvcache.errors import NotSupported
+from kvcache.hf.layout import Layout
+from kvcache.hf.loading import load
 from kvcache.scheduler import MemberShape
 
-__all__ = ["initialised", "max_length", "stop_tokens"]
+__all__ = ["drafter", "initialised", "max_length", "stop_tokens"]
+
+DRAFT_TOKENS = 8192
+"""Tokens for each sequence in the cache of a draft model; longer contexts decode without its guesses."""
 
 PUBLISHED_SHARE = 4
 """States and media kept for reuse may take as much as a quarter of what the blocks take."""
@@ -49,6 +56,28 @@ def initialised(
         elif isinstance(member, EncoderCache):
             member.published.limit = max(num_bytes // PUBLISHED_SHARE, 2**24)
     return members[0] if len(members) == 1 else HybridCache(*members)
+
+
+def drafter(
+    draft: Any,
+    *,
+    dtype: str,
+    layout: Layout,
+    vocabulary: int,
+    max_length: int | None,
+    max_sequences: int,
+    max_batch: int,
+) -> Drafter | None:
+    """What guesses ahead: `None`, "lookup", or a model. Raises `NotSupported` for targets with states."""
+    if draft is None:
+        return None
+    if layout.has_states:
+        raise NotSupported("guesses cannot be taken back from recurrent states; make the engine without draft")
+    if isinstance(draft, str) and draft == "lookup":
+        return Lookup()
+    model = load(draft, dtype=dtype, tokenizer=False).model
+    capacity = max(DRAFT_TOKENS if max_length is None else min(max_length, DRAFT_TOKENS), max_batch)
+    return DraftModel(model, vocabulary=vocabulary, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch)
 
 
 def max_length(model: Any) -> int | None:

@@ -24,9 +24,10 @@ from kvcache.engine import build, memory
 from kvcache.engine.metrics import Blocks, Counts, Metrics
 from kvcache.engine.prefixes import Prefixes, namespace_of
 from kvcache.engine.sample import Group, Sample
-from kvcache.engine.sampler import Choice, Chooser, choose
+from kvcache.engine.sampler import Choice, Chooser, greedy
+from kvcache.engine.shift import num_discarded
 from kvcache.engine.text import StopTexts, TextStream, token_text
-from kvcache.errors import CacheFull, CorruptState
+from kvcache.errors import CacheFull, CorruptState, NotSupported
 from kvcache.hf.layout import dtype_name, layout_of
 from kvcache.hf.loading import load
 from kvcache.hf.runner import EncoderStates, Runner, Work, members_of
@@ -58,7 +59,8 @@ class Engine:
     model: "demo", a hub id, a folder, a .gguf file, or a transformers model (which keeps its own type).
     kv_bytes: for keys, values and states ("4GiB", a number); None: a quarter of what is available. kv_dtype: their
     format, or a pair; None: the model's type. max_sequences: that run at a time; max_batch_tokens: of one step.
-    prefix_cache: reuse what earlier requests computed.
+    prefix_cache: reuse what earlier requests computed. draft: guess up to `num_drafts` tokens ahead, by "lookup" or by
+    a smaller model (as `model`; its cache comes on top of kv_bytes).
 
     Raises what `kvcache.hf.load` raises for the model, `ValueError` for sizes that cannot work.
     """
@@ -75,9 +77,12 @@ class Engine:
         max_sequences: int = 16,
         max_batch_tokens: int = 512,
         prefix_cache: bool = True,
+        draft: Any = None,
+        num_drafts: int = 4,
     ) -> None:
         integer(max_sequences, "max_sequences", minimum=1)
         integer(max_batch_tokens, "max_batch_tokens", minimum=1)
+        self._num_drafts = integer(num_drafts, "num_drafts", minimum=1)
         size = DEFAULT_BLOCK if block_size is None else integer(block_size, "block_size", minimum=1)
         wanted = None if kv_bytes is None else memory.parse_bytes(kv_bytes)
         loaded = load(model, dtype=dtype, tokenizer=tokenizer)
@@ -115,6 +120,15 @@ class Engine:
             namespace = namespace_of(loaded.fingerprint, formats, size, layout.layers)
             self._prefixes = Prefixes(members, namespace, size)
         self._vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
+        self._drafter = build.drafter(
+            draft,
+            dtype=dtype,
+            layout=layout,
+            vocabulary=self._vocabulary,
+            max_length=self.max_length,
+            max_sequences=max_sequences,
+            max_batch=max_batch_tokens,
+        )
         self._stop_tokens = build.stop_tokens(self.model, self.tokenizer)
         self._groups: dict[str, Group] = {}
         self._samples: dict[int, Sample] = {}
@@ -230,6 +244,7 @@ class Engine:
         began = time.perf_counter()
         events, self._undelivered = self._undelivered, []
         self._admit()
+        self._draft()
         plan = self._plan(events)
         if plan.slices:
             logits = self._run(plan)
@@ -299,6 +314,8 @@ class Engine:
         """Give the model its attention back and free the cache. Closing twice is allowed."""
         if not self._is_closed:
             self._is_closed = True
+            if self._drafter is not None:
+                self._drafter.close()
             self._runner.close()
             self.cache.close()
             self._groups.clear()
@@ -351,7 +368,7 @@ class Engine:
             if not self._scheduler.has_slot:
                 return
             sample = self._samples[entry.number]
-            if prefixes is None:
+            if prefixes is None or sample.chain is None:
                 if not self._scheduler.can_admit(entry, 0, self._free()):
                     return
                 self._scheduler.admit(entry, 0)
@@ -371,6 +388,25 @@ class Engine:
             prefixes.promise(sample, entry, hit)
             self._count_match(sample, hit.match)
 
+    def _draft(self) -> None:
+        """Guess what those who decode will say next."""
+        if self._drafter is None:
+            return
+        limit, _ = self._limit()
+        samples, counts = [], []
+        for number, entry in self._scheduler.entries.items():
+            if entry.state is State.DECODE and entry.num_missing == 1:
+                sample = self._samples[number]
+                room = sample.request.params.max_tokens - sample.num_generated - 1
+                if limit is not None:
+                    room = min(room, limit - len(sample.tokens) - 1)
+                samples.append(sample)
+                counts.append(max(0, min(self._num_drafts, room)))
+        proposed = self._drafter.propose(samples, counts) if samples else []
+        for sample, drafts in zip(samples, proposed, strict=True):
+            sample.drafts = drafts
+            self._scheduler.entries[sample.number].num_drafts = len(drafts)
+
     def _plan(self, events: list[Event]) -> Plan:
         while True:
             plan = self._scheduler.plan(self._free())
@@ -388,45 +424,62 @@ class Engine:
         try:
             return self._runner.forward(works)
         except CacheFull:
-            # The plan counts blocks; tables that begin inside a block may need one more than that.
-            if len(plan.slices) == 1 and self._scheduler.num_running == 1:
-                raise
-            self._preempt(self._scheduler.last_running())
+            # The plan counts blocks; tables with holes, or that begin inside a block, may need one more than that.
+            if self._scheduler.num_running == 1:
+                last = self._samples[self._scheduler.last_running()]
+                self._finish(last, "length", Action.FINISH, time.perf_counter(), self._undelivered)
+            else:
+                self._preempt(self._scheduler.last_running())
             return None
         finally:
             self.counts.forward_seconds += time.perf_counter() - began
 
     def _commit(self, plan: Plan, logits: Tensor, events: list[Event]) -> None:
-        rows: list[tuple[Sample, int]] = []
-        num_rows = 0
+        likeliest = greedy(logits) if any(self._samples[part.number].chooser.is_plain for part in plan.slices) else []
+        row = 0
         for part in plan.slices:
             entry, sample = self._scheduler.entries[part.number], self._samples[part.number]
-            begin = entry.num_computed
-            entry.num_computed += part.num_tokens
+            entry.num_computed += part.num_tokens - part.num_drafts
             entry.copies_tail = False
             self.counts.num_computed_tokens += part.num_tokens
+            is_prefill = entry.state is State.PREFILL
             if self._prefixes is not None:
-                self._prefixes.publish(sample, entry, begin, is_prefill=entry.state is State.PREFILL)
+                self._prefixes.publish(sample, entry, is_prefill=is_prefill)
             if entry.num_missing:
                 continue
-            if entry.state is State.PREFILL:
+            if is_prefill:
                 self._scheduler.computed(entry)
-            rows += [(own, num_rows) for own in (sample, *self._forked(sample, entry))]
-            num_rows += 1
-        if len(rows) > num_rows:  # parallel samples begin with the same logits
-            logits = logits[[row for _, row in rows]]
-        samples = [sample for sample, _ in rows]
-        choices = choose(logits, [s.chooser for s in samples], [(s.tokens, s.num_prompt) for s in samples])
-        now = time.perf_counter()
-        for sample, choice in zip(samples, choices, strict=True):
-            self._accept(sample, choice, now, events)
+            for own in (sample, *self._forked(sample, entry)):
+                self._extend(own, logits[row:], likeliest[row:], events)
+            row += 1 + part.num_drafts
 
     # --- what happens to a request ------------------------------------------------------------------------------------
 
-    def _accept(self, sample: Sample, choice: Choice, now: float, events: list[Event]) -> None:
-        """A new token: its text, and whether it was the last."""
-        entry, params = self._scheduler.entries[sample.number], sample.request.params
+    def _extend(self, sample: Sample, logits: Tensor, likeliest: list[int], events: list[Event]) -> None:
+        """A new token, and further ones as long as the drafts are what is chosen; the other drafts are undone."""
+        entry, drafts = self._scheduler.entries[sample.number], sample.drafts
+        sample.drafts = []
+        for row in range(len(drafts) + 1):
+            if sample.chooser.is_plain:
+                choice = Choice(likeliest[row])
+            else:
+                choice = sample.chooser.pick(logits[row], sample.tokens, sample.generated)
+            if not self._accept(sample, choice, events):
+                break
+            if row == len(drafts) or choice.token != drafts[row]:
+                break
+            entry.num_computed += 1
+            self.counts.num_drafts_accepted += 1
+        if drafts and sample.number in self._samples and entry.state is State.DECODE:
+            self.cache.remove(sample.number, entry.num_computed)
+            if self._prefixes is not None:
+                self._prefixes.publish(sample, entry, is_prefill=False)
+
+    def _accept(self, sample: Sample, choice: Choice, events: list[Event]) -> bool:
+        """A new token: its text, and whether it was the last. False when drafts after it are of no use."""
+        entry, params, now = self._scheduler.entries[sample.number], sample.request.params, time.perf_counter()
         sample.tokens.append(choice.token)
+        sample.generated.append(choice.token)
         entry.num_tokens += 1
         self.counts.num_generated_tokens += 1
         if sample.first_token is None:
@@ -435,7 +488,10 @@ class Engine:
         ends = ends or (not params.ignore_eos and choice.token in self._stop_tokens)
         text, stopped = ("", False) if ends else sample.stops.feed(sample.stream.step(choice.token))
         reason = "stop" if ends or stopped else None
-        if reason is None and (sample.num_generated >= params.max_tokens or self._is_full(sample)):
+        if reason is None and sample.num_generated >= params.max_tokens:
+            reason = "length"
+        is_full = reason is None and self._is_full(sample)
+        if is_full and not self._shift(sample, entry):
             reason = "length"
         if reason is not None and not stopped:
             text += sample.stops.flush()
@@ -445,6 +501,36 @@ class Engine:
             events.append(Token(choice.token, text, sample.request.id, sample.index, logprobs))
         if reason is not None:
             self._finish(sample, reason, Action.FINISH, now, events)
+        return reason is None and not is_full
+
+    def _shift(self, sample: Sample, entry: Entry) -> bool:
+        """Make room in a full context by forgetting half of it; false where nobody asked, or it cannot be done."""
+        params, (limit, _) = sample.request.params, self._limit()
+        if not params.context_shift or limit is None:
+            return False
+        keep = min(params.keep, limit - 1)
+        begin, end = keep, keep + num_discarded(limit, keep, len(sample.tokens))
+        if end >= entry.num_computed:
+            return False
+        try:
+            self.cache.remove(sample.number, begin, end)
+        except NotSupported:
+            return False
+        except CacheFull:  # shared blocks cannot be copied now: the shorter context is computed again later
+            self._discard(sample, entry, begin, end)
+            self._preempt(sample.number)
+            return True
+        self._discard(sample, entry, begin, end)
+        entry.num_computed -= end - begin
+        return True
+
+    def _discard(self, sample: Sample, entry: Entry, begin: int, end: int) -> None:
+        """The context is shorter from now on, and no longer what its blocks would be found by."""
+        if self._prefixes is not None:
+            self._prefixes.promises.withdraw(entry)
+        sample.chain = None
+        del sample.tokens[begin:end]
+        entry.num_tokens -= end - begin
 
     def _finish(self, sample: Sample, reason: str, action: Action, now: float, events: list[Event]) -> None:
         """The sequence leaves; what it computed stays for others as long as there is room."""
@@ -476,6 +562,9 @@ class Engine:
             self._prefixes.release(sample, self._scheduler.entries[sample.number])
         self._scheduler.leave(sample.number, action)
         self.cache.remove(sample.number, 0)
+        sample.drafts = []
+        if self._drafter is not None:
+            self._drafter.forget(sample.number)
         self._may_admit = True
 
     def _forked(self, sample: Sample, entry: Entry) -> list[Sample]:
@@ -485,6 +574,7 @@ class Engine:
             own = self._sample(sample.group, index, list(sample.tokens), sample.num_prompt)
             own.chain = sample.chain.copy() if sample.chain is not None else None
             own.match = sample.match
+            own.num_published = sample.num_published
             self.cache.copy_prefix(sample.number, own.number, entry.num_computed)
             self._scheduler.fork(entry, own.number)
             made.append(own)
@@ -502,9 +592,12 @@ class Engine:
 
     def _work(self, part: Slice) -> Work:
         entry, sample = self._scheduler.entries[part.number], self._samples[part.number]
-        begin, end = entry.num_computed, entry.num_computed + part.num_tokens
+        begin, end = entry.num_computed, entry.num_computed + part.num_tokens - part.num_drafts
         media = [EncoderStates(m.states, m.key, m.index - begin) for m in sample.media if begin <= m.index < end]
-        return Work(part.number, begin, sample.tokens[begin:end], int(end == entry.num_tokens), media)
+        sample.drafts = sample.drafts[: part.num_drafts]
+        self.counts.num_drafted += part.num_drafts
+        num_logits = 1 + part.num_drafts if end == entry.num_tokens else 0
+        return Work(part.number, begin, [*sample.tokens[begin:end], *sample.drafts], num_logits, media)
 
     def _sample(self, group: Group, index: int, tokens: list[int], num_prompt: int) -> Sample:
         params = group.request.params

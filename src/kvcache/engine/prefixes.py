@@ -103,6 +103,7 @@ class Prefixes:
         """What the admitted request is going to compute, and where its steps must end for states to be kept."""
         assert sample.chain is not None
         size, tokens = self._block_size, sample.tokens
+        sample.num_published = hit.match.num_tokens // size
         blocks = range(hit.match.num_tokens // size, len(tokens) // size)
         self.promises.make(entry, (sample.chain.key(tokens, index) for index in blocks))
         if self._states:
@@ -111,19 +112,20 @@ class Prefixes:
 
     # --- giving -------------------------------------------------------------------------------------------------------
 
-    def publish(self, sample: Sample, entry: Entry, begin: int, *, is_prefill: bool) -> None:
-        """The tokens from `begin` to what is computed have been computed just now."""
+    def publish(self, sample: Sample, entry: Entry, *, is_prefill: bool) -> None:
+        """More tokens are computed: let others have the blocks that are full now."""
         chain, end, size = sample.chain, entry.num_computed, self._block_size
         if chain is None:
             return
         self._sync()  # a key that was evicted and is published again must not be taken for gone
         priority = entry.priority
-        for index in range(begin // size, end // size):
+        for index in range(sample.num_published, end // size):
             key = chain.key(sample.tokens, index)
             for number, member in self._causal:
                 if member.publish(sample.number, index, key, priority):
                     self.index.stored(number, chain, sample.tokens, index * size, (index + 1) * size, key)
             self.promises.fulfil(key)
+        sample.num_published = end // size
         if is_prefill:
             for encoder in self._encoders:
                 encoder.publish(sample.number, priority)
@@ -136,7 +138,7 @@ class Prefixes:
         chain, end, size = sample.chain, entry.num_computed, self._block_size
         if chain is None or not end:
             return
-        self._sync()
+        self.publish(sample, entry, is_prefill=False)
         index, rest = divmod(end, size)
         if rest:
             key = chain.tail(sample.tokens, end)

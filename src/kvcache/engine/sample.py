@@ -34,9 +34,11 @@ class Group:
 @final
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One output: `tokens` are the prompt's and the generated ones, the last of which may not be computed yet.
+    """One output. `tokens` is its context: the prompt and what was generated, less what a context shift took out.
 
-    chain: None where nothing is to be published (any more). awaited: the block of another request that it waits for.
+    generated: all that was, the last of which may not be computed yet. drafts: guesses of the next ones.
+    chain: None where nothing is to be published (any more); num_published: its blocks that have been.
+    awaited: the block of another request that it waits for.
     """
 
     number: int
@@ -47,7 +49,10 @@ class Sample:
     chooser: Chooser
     stream: TextStream
     stops: StopTexts
+    generated: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
     chain: Chain | None = None
+    num_published: int = 0
     awaited: bytes | None = None
     match: Match | None = None
     text: list[str] = field(default_factory=list)
@@ -66,14 +71,14 @@ class Sample:
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return len(self.generated)
 
     def completion(self, reason: str, now: float) -> Completion:
         """What came of it. `now`: the engine's clock."""
         added = self.group.added
         return Completion(
             text="".join(self.text),
-            token_ids=tuple(self.tokens[self.num_prompt :]),
+            token_ids=tuple(self.generated),
             finish_reason=reason,
             prompt_tokens=self.num_prompt,
             cached_tokens=self.match.num_tokens if self.match else 0,

@@ -23,7 +23,7 @@ from transformers import (
 
 from kvcache.request import SamplingParams
 
-__all__ = ["Choice", "Chooser", "choose", "greedy"]
+__all__ = ["Choice", "Chooser", "greedy"]
 
 
 class Choice(NamedTuple):
@@ -64,10 +64,10 @@ class Chooser:
         penalised = params.presence_penalty or params.frequency_penalty
         self.is_plain = params.is_greedy and not self._rules and not penalised and not self.wants_logprobs
 
-    def pick(self, logits: Tensor, tokens: Sequence[int], num_prompt: int) -> Choice:
-        """A token from one row [vocabulary], after `tokens`, the first `num_prompt` of which are the prompt."""
+    def pick(self, logits: Tensor, tokens: Sequence[int], generated: Sequence[int]) -> Choice:
+        """A token from one row [vocabulary], after `tokens`, of which `generated` are not the prompt's."""
         row = logits.float()[None]
-        scores = self._penalised(row, tokens[num_prompt:])
+        scores = self._penalised(row, generated)
         if self._rules:
             history: Any = torch.tensor([list(tokens)], device=row.device)
             scores = self._rules(history, scores)
@@ -100,15 +100,3 @@ def greedy(logits: Tensor) -> list[int]:
         found: list[int] = logits.float().numpy().argmax(-1).tolist()
         return found
     return [int(token) for token in logits.argmax(-1).tolist()]
-
-
-def choose(logits: Tensor, choosers: Sequence[Chooser], histories: Sequence[tuple[Sequence[int], int]]) -> list[Choice]:
-    """One token for each row [R, vocabulary]; a history is the tokens so far, and how many of them are the prompt."""
-    if not choosers:
-        return []
-    if all(chooser.is_plain for chooser in choosers):
-        return [Choice(token) for token in greedy(logits)]
-    return [
-        Choice(greedy(logits[row : row + 1])[0]) if chooser.is_plain else chooser.pick(logits[row], *histories[row])
-        for row, chooser in enumerate(choosers)
-    ]
