@@ -582,6 +582,17 @@ def test_a_broken_cache_found_when_idle_stops_the_service() -> None:
         assert "Traceback" in served.logged[0]
 
 
+def test_an_addition_that_fails_beyond_refusal_is_told_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving.serving() as served:
+
+        def broken(*_: object) -> Any:
+            raise RuntimeError("nobody thought of this")
+
+        monkeypatch.setattr(served.engine._scheduler, "add", broken)
+        answer = served.post("/v1/completions", prompt=PROMPT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+
+
 def test_a_step_that_raises_fails_everybody_with_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving.serving() as served:
         body = {"model": NAME, "prompt": PROMPT, "max_tokens": LONG, "stream": True}

