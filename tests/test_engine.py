@@ -163,6 +163,18 @@ def test_three_hundred_requests_that_come_and_go(name: str) -> None:
             check_greedy(name, prompts[int(request_id)], completion.token_ids)
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", "q8_0", ("q8_0", "q4_0")], ids=str)
+def test_reused_blocks_of_coarser_formats_are_as_good_as_computed_ones(kv_dtype: Any) -> None:
+    prompts = tree(5, 10)
+    outputs = []
+    for prefix_cache in (True, False):
+        with engine_for("gemma3", kv_dtype=kv_dtype, prefix_cache=prefix_cache) as engine:
+            outputs.append([completion.token_ids for completion in engine.generate(prompts, max_tokens=6)])
+            assert bool(engine.counts.num_cached_tokens) is prefix_cache
+            assert_empty(engine)
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize("name", ["t5", "whisper", "mllama"])
 def test_media_are_part_of_what_is_reused(name: str) -> None:
     """Equal media by key: the prefix is reused; other media: not. Outputs as alone with that medium."""

@@ -9,7 +9,19 @@ from itertools import count
 import numpy as np
 import pytest
 
-from kvcache import Batch, CacheFull, CausalCache, Chunked, Full, Match, RecurrentCache, Sliding, Span
+from kvcache import (
+    Batch,
+    CacheFull,
+    CausalCache,
+    Chunked,
+    EncoderCache,
+    Full,
+    Match,
+    Media,
+    RecurrentCache,
+    Sliding,
+    Span,
+)
 from kvcache.prefix import Chain, Encoded, Hit, PrefixIndex, Promises, Removed, States, Stored, Windowed, digest, root
 from kvcache.prefix.chain import encoded
 
@@ -422,3 +434,73 @@ def test_random_sharing_evicting_and_copying_keeps_everything_consistent(spans: 
         world.free(number)
     world.check()
     assert all(cache.usage().num_free_blocks == 24 for cache in world.caches)
+
+
+# --- what members refuse ----------------------------------------------------------------------------------------------
+
+
+def test_adopting_what_is_not_there_is_refused_and_changes_nothing() -> None:
+    world = World(Full(), block_size=4, num_blocks=8)
+    number, _ = world.admit(numbered(0, 9))
+    keys = list(world.match(numbered(0, 9)).keys)
+    cache = world.caches[0]
+    before = cache.usage()
+    for sequence, wanted, begin, end in (
+        (number, keys, 0, 8),  # exists
+        (50, [b"nobody's", keys[1]], 0, 8),
+        (50, keys[:1], 0, 8),  # too few
+        (50, keys[1:], 2, 6),  # begins inside a block
+    ):
+        with pytest.raises(ValueError, match=r"exists|published"):
+            cache.adopt(sequence, wanted, begin, end)
+    assert cache.usage() == before
+    with pytest.raises(ValueError, match="not published"):
+        world.states.adopt(50, b"nobody's", 8)
+    media = EncoderCache()
+    media.init("numpy", "f32", 2, 100)
+    with pytest.raises(ValueError, match="not published"):
+        media.adopt(50, [(0, "cat")], 4)
+    world.check()
+
+
+def test_media_are_taken_over_by_their_key() -> None:
+    cache = EncoderCache()
+    cache.init("numpy", "f32", 2, 100)
+    cache.start_forward(Batch([0, 1, 2], [7, 7, 7], media=[Media(1, "cat")]))
+    cache.set_layer(0)
+    cache.put(np.full((2, 1, 4), 3, np.float32), np.full((2, 1, 4), 5, np.float32))
+    cache.publish(7)
+    cache.remove(7, 0)
+    assert "cat" in cache.published and cache.published.num_bytes == 64
+    cache.adopt(9, [(5, "cat")], 6)
+    assert cache.encoder_cached(9) and cache.can_resume(9, 6)
+    cache.start_forward(Batch([6], [9]))
+    keys, values, _ = cache.get()
+    assert float(keys[0, 0, 0]) == 3 and float(values[1, 0, 3]) == 5
+    cache.published.limit = 0
+    cache.start_forward(Batch([0], [8], media=[Media(0, "dog")]))
+    cache.put(np.zeros((1, 1, 4), np.float32), np.zeros((1, 1, 4), np.float32))
+    cache.publish(8)
+    assert len(cache.published) == 0 and cache.published.take_removed() == ["cat", "dog"]
+    cache.check()
+
+
+def test_a_published_tail_is_copied_on_write_and_written_only_when_the_pool_is_short() -> None:
+    world = World(Full(), block_size=4, num_blocks=3)
+    number, _ = world.admit(numbered(0, 8))
+    cache = world.caches[0]
+    cache.remove(number, 6)  # into a published block
+    world.known[number] = (Chain(root("w"), 4), numbered(0, 6))
+    world.compute(number, [90])
+    assert world.match(numbered(0, 9)).match.num_tokens == 8  # still there, beside the copy
+    world.compute(number, [91])
+    world.check()
+    cache.remove(number, 6)
+    world.known[number] = (Chain(root("w"), 4), numbered(0, 6))
+    other, _ = world.admit([70])
+    world.compute(number, [92])  # no block is left for a copy
+    assert world.match([*numbered(0, 6), 90, 91, 5]).match.num_tokens == 4
+    world.check()
+    world.free(other)
+    world.free(number)
+    assert cache.usage().num_free_blocks == 3
