@@ -99,7 +99,7 @@ def test_shared_evicted_and_preempted_outputs_are_those_of_each_alone(name: str,
         done = drained(engine)
         assert_empty(engine)
         counts, metrics = engine.counts, engine.metrics()
-        grows = any(isinstance(member.span, Full) for member in engine._members)
+        grows = any(isinstance(member.span, Full) for member in engine._core.members)
         assert counts.num_preemptions or not grows  # windows and states alone have room enough
         if options.get("prefix_cache", True):
             assert counts.num_cached_tokens
@@ -149,7 +149,7 @@ def test_three_hundred_requests_that_come_and_go(name: str) -> None:
             if num_steps % 5 == 0:
                 engine.check()
         assert_empty(engine)
-        held = {(key, member) for member, cache in enumerate(engine._members) for key in cache.tables.pool.keys}
+        held = {(key, member) for member, cache in enumerate(engine._core.members) for key in cache.tables.pool.keys}
         assert cached == held
         engine.prefixes.clear()
         assert not cached
@@ -411,7 +411,7 @@ def test_end_tokens_end() -> None:
         plain = engine.generate([5, 6, 7], max_tokens=9)[0].token_ids
         end = plain[3]
         first = plain.index(end)
-        engine._stop_tokens = frozenset({end})
+        engine._core.stop_tokens = frozenset({end})
         (stopped,) = engine.generate([5, 6, 7], max_tokens=9)
         assert (stopped.finish_reason, stopped.token_ids) == ("stop", plain[: first + 1])
         (ignored,) = engine.generate([5, 6, 7], max_tokens=9, ignore_eos=True)
@@ -474,7 +474,7 @@ def test_sixteen_drafts_one_accepted_and_none_published() -> None:
     with engine_for("llama") as engine:
         plain = engine.generate(prompt, max_tokens=40)[0].token_ids
     with engine_for("llama", num_drafts=16) as engine:
-        engine._drafter = Stubborn()
+        engine._core.drafter = Stubborn()
         engine.add(Request("it", prompt, SamplingParams(max_tokens=20)))
         engine.step()
         assert engine.prefixes is not None
@@ -686,7 +686,7 @@ def test_misuse_of_an_engine() -> None:
 def test_a_broken_cache_stops_the_engine_when_it_is_idle() -> None:
     engine = engine_for("llama")
     engine.generate([5, 6, 7], max_tokens=2)
-    engine._members[0].tables.pool._references[3] += 1
+    engine._core.members[0].tables.pool._references[3] += 1
     with pytest.raises(CorruptState, match="block 3"):
         engine.generate([5, 6, 7], max_tokens=2)
     with pytest.raises(CorruptState, match="stopped"):

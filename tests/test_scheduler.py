@@ -38,10 +38,10 @@ def running(planner: Scheduler, number: int, num_tokens: int, num_computed: int 
 def test_every_state_is_reached_and_final_ones_are_final() -> None:
     assert {state for state, _ in TRANSITIONS} == {State.WAITING, State.PREFILL, State.DECODE}
     assert set(TRANSITIONS.values()) == set(State)
-    for final in (State.FINISHED, State.ABORTED, State.REFUSED):
+    for final in (State.FINISHED, State.ABORTED):
         with pytest.raises(CorruptState, match="final"):
             advance(final, Action.ADMIT)
-    with pytest.raises(CorruptState, match=r"'waiting' met 'finish'.*admit, refuse, abort"):
+    with pytest.raises(CorruptState, match=r"'waiting' met 'finish'.*admit, abort"):
         advance(State.WAITING, Action.FINISH)
 
 

@@ -569,7 +569,7 @@ def test_a_broken_cache_found_when_idle_stops_the_service() -> None:
     """A block that somebody took and nobody owns, as a bug would leave it."""
     with serving.serving() as served:
         served.text(PROMPT, max_tokens=3)
-        served.engine._members[0].tables.pool.allocate(1)
+        served.engine._core.members[0].tables.pool.allocate(1)
         eventually(lambda: served.post("/v1/completions", prompt="x").status_code == 503)
         health = served.client.get("/health").json()
         assert health["status"] == "engine_failed"
@@ -588,7 +588,7 @@ def test_an_addition_that_fails_beyond_refusal_is_told_to_the_client(monkeypatch
         def broken(*_: object) -> Any:
             raise RuntimeError("nobody thought of this")
 
-        monkeypatch.setattr(served.engine._scheduler, "add", broken)
+        monkeypatch.setattr(served.engine._core.scheduler, "add", broken)
         answer = served.post("/v1/completions", prompt=PROMPT)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
 
@@ -603,7 +603,7 @@ def test_a_step_that_raises_fails_everybody_with_the_report(monkeypatch: pytest.
             def broken(*_: object) -> Any:
                 raise RuntimeError("out of memory, say")
 
-            monkeypatch.setattr(served.engine._runner, "forward", broken)
+            monkeypatch.setattr(served.engine._core.runner, "forward", broken)
             last = list(stream)[-1]
         assert last["error"]["code"] == "engine_failed"
         assert "out of memory, say" in last["error"]["message"]

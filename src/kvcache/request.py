@@ -2,10 +2,11 @@
 
                   admit            computed             finish
     WAITING ----------> PREFILL ----------> DECODE ----------> FINISHED
-       |  ^                   |                |
-       |  +------ preempt ----+----- preempt --+
-       +-- refuse --> REFUSED           abort, from each of the first three --> ABORTED
+       ^                   |                   |
+       +----- preempt -----+----- preempt -----+       abort, from each of the first three --> ABORTED
 
+A request that cannot be served even alone never gets a state: `RequestRefused` says why. (PREFILL goes to FINISHED,
+too, where pinned blocks leave no room for the rest of a prompt.)
 `TRANSITIONS` is that picture as a table; what is not in it is a bug, and `advance` names it.
 """
 
@@ -263,7 +264,6 @@ class State(Enum):
     DECODE = "decode"
     FINISHED = "finished"
     ABORTED = "aborted"
-    REFUSED = "refused"
 
 
 class Action(Enum):
@@ -274,12 +274,10 @@ class Action(Enum):
     PREEMPT = "preempt"
     FINISH = "finish"
     ABORT = "abort"
-    REFUSE = "refuse"
 
 
 TRANSITIONS: Final[Mapping[tuple[State, Action], State]] = {
     (State.WAITING, Action.ADMIT): State.PREFILL,
-    (State.WAITING, Action.REFUSE): State.REFUSED,
     (State.WAITING, Action.ABORT): State.ABORTED,
     (State.PREFILL, Action.COMPUTED): State.DECODE,
     (State.PREFILL, Action.PREEMPT): State.WAITING,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from kvcache import backends
 from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
+from kvcache.engine import memory
+from kvcache.engine.core import Core
 from kvcache.engine.drafts import Drafter, DraftModel, Lookup
+from kvcache.engine.prefixes import Prefixes, namespace_of
 from kvcache.errors import NotSupported
-from kvcache.hf.layout import Layout
-from kvcache.hf.loading import load
-from kvcache.scheduler import MemberShape
+from kvcache.hf.layout import Layout, dtype_name, layout_of
+from kvcache.hf.loading import Loaded, load
+from kvcache.hf.runner import Runner, members_of
+from kvcache.scheduler import MemberShape, Scheduler
 
-__all__ = ["drafter", "initialised", "max_length", "stop_tokens"]
+__all__ = ["Options", "core", "drafter", "initialised", "max_length", "stop_tokens"]
 
 DRAFT_TOKENS = 8192
 """Tokens for each sequence in the cache of a draft model; longer contexts decode without its guesses."""
@@ -23,6 +28,54 @@ PUBLISHED_SHARE = 4
 
 PUBLISHED_STATES = 64
 """And room for as many states, at least, for each sequence that may run: without blocks there is no other measure."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `Engine` was asked for, checked; `num_bytes` and `formats` None: the defaults."""
+
+    num_bytes: int | None
+    formats: str | tuple[str, str] | None
+    block_size: int
+    max_sequences: int
+    max_batch: int
+    prefix_cache: bool
+    draft: Any
+    num_drafts: int
+    dtype: str
+
+
+def core(loaded: Loaded, options: Options) -> Core:
+    """Everything that an engine runs on: cache, runner, scheduler, prefixes, drafter."""
+    model = loaded.model
+    layout, size, length = layout_of(model), options.block_size, max_length(model)
+    formats = dtype_name(model.dtype) if options.formats is None else options.formats
+    sizes = memory.measure(model, layout, formats, size)
+    members = members_of(layout, size)
+    limits = {"max_sequences": options.max_sequences, "max_batch": options.max_batch}
+    shapes = memory.divide(options.num_bytes, sizes, members, max_length=length, device=model.device, **limits)
+    guesses = drafter(options.draft, dtype=options.dtype, layout=layout, model=model, max_length=length, **limits)
+    cache = initialised(
+        members, shapes, formats, model.device, block_bytes=sizes.blocks, state_bytes=sizes.states, **limits
+    )
+    prefixes = None
+    if options.prefix_cache:
+        namespace = namespace_of(loaded.fingerprint, formats, size, layout.layers)
+        prefixes = Prefixes(members, namespace, size)
+    scheduler = Scheduler(shapes, options.max_batch, options.max_sequences)
+    bounds = [bound for bound in (length, scheduler.capacity) if bound is not None]
+    return Core(
+        Runner(model, cache, layout=layout),
+        scheduler,
+        prefixes,
+        guesses,
+        num_drafts=options.num_drafts,
+        tokenizer=loaded.tokenizer,
+        device=model.device,
+        limit=min(bounds, default=None),
+        stop_tokens=stop_tokens(model, loaded.tokenizer),
+    )
 
 
 def initialised(
@@ -63,7 +116,7 @@ def drafter(
     *,
     dtype: str,
     layout: Layout,
-    vocabulary: int,
+    model: Any,
     max_length: int | None,
     max_sequences: int,
     max_batch: int,
@@ -75,9 +128,12 @@ def drafter(
         raise NotSupported("guesses cannot be taken back from recurrent states; make the engine without draft")
     if isinstance(draft, str) and draft == "lookup":
         return Lookup()
-    model = load(draft, dtype=dtype, tokenizer=False).model
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    smaller = load(draft, dtype=dtype, tokenizer=False).model
     capacity = max(DRAFT_TOKENS if max_length is None else min(max_length, DRAFT_TOKENS), max_batch)
-    return DraftModel(model, vocabulary=vocabulary, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch)
+    return DraftModel(
+        smaller, vocabulary=vocabulary, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch
+    )
 
 
 def max_length(model: Any) -> int | None:

@@ -1,0 +1,426 @@
+"""The core of an engine: requests under way, and what a step does with them. See `engine.py` for the picture.
+
+step     admit, draft, plan, run, commit
+extend   accept a token, and drafts as long as they are what is chosen
+accept   its text; was it the last; does the context have to be shifted
+finish   events; leave: publish what can be of use, give everything back
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import count
+from typing import Any, final
+
+from torch import Tensor
+
+from kvcache.caches import Cache, CausalCache
+from kvcache.engine.drafts import Drafter
+from kvcache.engine.metrics import Counts
+from kvcache.engine.prefixes import Prefixes
+from kvcache.engine.sample import Group, Sample
+from kvcache.engine.sampler import Choice, Chooser, greedy
+from kvcache.engine.shift import num_discarded
+from kvcache.engine.text import StopTexts, TextStream, token_text
+from kvcache.errors import CacheFull, CorruptState, NotSupported
+from kvcache.hf.runner import EncoderStates, Runner, Work
+from kvcache.request import Action, Event, Finished, Logprob, Request, State, Token, TokenLogprobs
+from kvcache.scheduler import Entry, Plan, Scheduler, Slice
+from kvcache.spec import Match
+
+__all__ = ["Core"]
+
+
+@final
+class Core:
+    """Requests that wait and run. `undelivered`: events that came of something else than a step.
+
+    members: of the cache, those with blocks. limit: tokens that one sequence may have, None: any. stop_tokens: the
+    model's own.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        prefixes: Prefixes | None,
+        drafter: Drafter | None,
+        *,
+        num_drafts: int,
+        tokenizer: Any,
+        device: Any,
+        limit: int | None,
+        stop_tokens: frozenset[int],
+    ) -> None:
+        self.runner = runner
+        self.cache: Cache = runner.cache
+        self.members = [member for member in runner.members if isinstance(member, CausalCache)]
+        self.scheduler = scheduler
+        self.prefixes = prefixes
+        self.drafter = drafter
+        self.limit = limit
+        self.stop_tokens = stop_tokens
+        self.groups: dict[str, Group] = {}
+        self.samples: dict[int, Sample] = {}
+        self.undelivered: list[Event] = []
+        self.counts = Counts()
+        self.may_admit = True
+        self._may_draft = True
+        self._num_drafts = num_drafts
+        self._tokenizer = tokenizer
+        self._device = device
+        self._numbers = count()
+
+    def begin(self, request: Request, tokens: list[int]) -> None:
+        """Queue a request that has been looked at and fits."""
+        group = Group(request, time.perf_counter())
+        sample = self._sample(group, 0, tokens, len(tokens))
+        if self.prefixes is not None:
+            self.prefixes.begin(sample)
+        self.groups[request.id] = group
+        number = sample.number
+        entry = Entry(number, request.priority, number, len(tokens), num_slots=request.params.num_samples)
+        self.scheduler.add(entry)
+        self.may_admit = True
+        self.counts.num_requests += 1
+        self.counts.num_prompt_tokens += len(tokens)
+
+    def step(self, events: list[Event]) -> None:
+        """One forward of everything that can go on; what comes of it is added to `events`."""
+        began = time.perf_counter()
+        self._admit()
+        self._draft()
+        plan = self._plan(events)
+        if plan.slices:
+            logits = self._run(plan)
+            if logits is not None:
+                self._commit(plan, logits, events)
+            self.counts.num_steps += 1
+            self.counts.step_seconds += time.perf_counter() - began
+
+    def abort(self, group: Group) -> None:
+        """End all outputs of a request now."""
+        now = time.perf_counter()
+        for sample in list(group.samples.values()):
+            self.finish(sample, "abort", Action.ABORT, now, self.undelivered)
+
+    def probe(self, request: Request, tokens: list[int]) -> Sample:
+        """A prompt to ask the index about; nobody schedules it."""
+        chooser = Chooser(request.params, 0, self._device)
+        group = Group(request, 0.0)
+        sample = Sample(-1, 0, group, tokens, len(tokens), chooser, TextStream(None, tokens), StopTexts(()))
+        if self.prefixes is not None:
+            self.prefixes.begin(sample)
+        return sample
+
+    def check(self) -> None:
+        """Raise `CorruptState` unless cache, index and scheduler agree. Walks everything."""
+        self.cache.check()
+        if self.prefixes is not None:
+            self.prefixes.check()
+        entries = self.scheduler.entries
+        if entries.keys() != self.samples.keys():
+            raise CorruptState(f"requests {sorted(self.samples)} are under way and {sorted(entries)} are scheduled")
+        for number, entry in entries.items():
+            stored, sample = self.cache.sequence(number).seq_len, self.samples[number]
+            if stored != entry.num_computed or entry.num_tokens != len(sample.tokens):
+                raise CorruptState(
+                    f"sequence {number} has {stored} tokens in the cache and {len(sample.tokens)} in all; the "
+                    f"scheduler counts {entry.num_computed} and {entry.num_tokens}"
+                )
+        if stray := self.cache.usage().sequences.keys() - entries.keys():
+            raise CorruptState(f"the cache holds sequences {sorted(stray)}, which no request owns")
+
+    def close(self) -> None:
+        """Give the model its attention back and free the caches."""
+        if self.drafter is not None:
+            self.drafter.close()
+        self.runner.close()
+        self.cache.close()
+        self.groups.clear()
+        self.samples.clear()
+
+    # --- the parts of a step ------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Let waiting requests in, first come first: their cached prefix is theirs from here on."""
+        if not self.may_admit:
+            return
+        self.may_admit = False
+        prefixes = self.prefixes
+        for entry in self.scheduler.waiting():
+            if not self.scheduler.has_slot:
+                return
+            sample = self.samples[entry.number]
+            if prefixes is None or sample.chain is None:
+                if not self.scheduler.can_admit(entry, 0, self._free()):
+                    return
+                self.scheduler.admit(entry, 0)
+                continue
+            if prefixes.is_promised(sample):
+                self.may_admit = True  # somebody computes its prefix right now
+                continue
+            hit = prefixes.match(sample)
+            if prefixes.awaits(sample, hit) is not None:
+                self.may_admit = True
+                continue
+            prefixes.adopt(sample, hit)
+            if not self.scheduler.can_admit(entry, hit.match.num_tokens, self._free()):
+                self.cache.remove(sample.number, 0)
+                return
+            self.scheduler.admit(entry, hit.match.num_tokens)
+            prefixes.promise(sample, entry, hit)
+            self._count_match(sample, hit.match)
+
+    def _draft(self) -> None:
+        """Guess what those who decode will say next."""
+        may_draft, self._may_draft = self._may_draft, True
+        if self.drafter is None:
+            return
+        limit = self.limit
+        samples, counts = [], []
+        for number, entry in self.scheduler.entries.items():
+            if entry.state is State.DECODE and entry.num_missing == 1:
+                sample = self.samples[number]
+                room = sample.request.params.max_tokens - sample.num_generated - 1
+                if limit is not None:
+                    room = min(room, limit - len(sample.tokens) - 1)
+                samples.append(sample)
+                counts.append(max(0, min(self._num_drafts, room)))
+        proposed = self.drafter.propose(samples, counts) if samples and may_draft else [[] for _ in samples]
+        for sample, drafts in zip(samples, proposed, strict=True):
+            sample.drafts = drafts
+            self.scheduler.entries[sample.number].num_drafts = len(drafts)
+
+    def _plan(self, events: list[Event]) -> Plan:
+        while True:
+            plan = self.scheduler.plan(self._free())
+            if plan.preempt is not None:
+                self._preempt(plan.preempt)
+            elif plan.stuck is not None:
+                self.finish(self.samples[plan.stuck], "length", Action.FINISH, time.perf_counter(), events)
+            else:
+                return plan
+
+    def _run(self, plan: Plan) -> Tensor | None:
+        """Logits, one row for each sequence all of whose tokens are computed now; None: the pool was too short."""
+        works = [self._work(part) for part in plan.slices]
+        began = time.perf_counter()
+        try:
+            return self.runner.forward(works)
+        except CacheFull:
+            # The plan counts blocks; tables with holes, or that begin inside a block, may need one more than that.
+            if any(part.num_drafts for part in plan.slices):
+                self._may_draft = False
+            elif self.scheduler.num_running == 1:
+                last = self.samples[self.scheduler.last_running()]
+                self.finish(last, "length", Action.FINISH, time.perf_counter(), self.undelivered)
+            else:
+                self._preempt(self.scheduler.last_running())
+            return None
+        finally:
+            self.counts.forward_seconds += time.perf_counter() - began
+
+    def _commit(self, plan: Plan, logits: Tensor, events: list[Event]) -> None:
+        likeliest = greedy(logits) if any(self.samples[part.number].chooser.is_plain for part in plan.slices) else []
+        row = 0
+        for part in plan.slices:
+            entry, sample = self.scheduler.entries[part.number], self.samples[part.number]
+            entry.num_computed += part.num_tokens - part.num_drafts
+            entry.copies_tail = False
+            self.counts.num_computed_tokens += part.num_tokens
+            is_prefill = entry.state is State.PREFILL
+            if self.prefixes is not None:
+                self.prefixes.publish(sample, entry, is_prefill=is_prefill)
+            if entry.num_missing:
+                continue
+            if is_prefill:
+                self.scheduler.computed(entry)
+            for own in (sample, *self._forked(sample, entry)):
+                self._extend(own, logits[row:], likeliest[row:], events)
+            row += 1 + part.num_drafts
+
+    # --- what happens to a request ------------------------------------------------------------------------------------
+
+    def _extend(self, sample: Sample, logits: Tensor, likeliest: list[int], events: list[Event]) -> None:
+        """A new token, and further ones as long as the drafts are what is chosen; the other drafts are undone."""
+        entry, drafts = self.scheduler.entries[sample.number], sample.drafts
+        sample.drafts = []
+        for row in range(len(drafts) + 1):
+            if sample.chooser.is_plain:
+                choice = Choice(likeliest[row])
+            else:
+                choice = sample.chooser.pick(logits[row], sample.tokens, sample.generated)
+            if not self._accept(sample, choice, events):
+                break
+            if row == len(drafts) or choice.token != drafts[row]:
+                break
+            entry.num_computed += 1
+            self.counts.num_drafts_accepted += 1
+        if drafts and sample.number in self.samples and entry.state is State.DECODE:
+            self.cache.remove(sample.number, entry.num_computed)
+            if self.prefixes is not None:
+                self.prefixes.publish(sample, entry, is_prefill=False)
+
+    def _accept(self, sample: Sample, choice: Choice, events: list[Event]) -> bool:
+        """A new token: its text, and whether it was the last. False when drafts after it are of no use."""
+        entry, params, now = self.scheduler.entries[sample.number], sample.request.params, time.perf_counter()
+        sample.tokens.append(choice.token)
+        sample.generated.append(choice.token)
+        entry.num_tokens += 1
+        self.counts.num_generated_tokens += 1
+        if sample.first_token is None:
+            sample.first_token = now
+        ends = choice.token in params.stop_token_ids
+        ends = ends or (not params.ignore_eos and choice.token in self.stop_tokens)
+        text, stopped = ("", False) if ends else sample.stops.feed(sample.stream.step(choice.token))
+        reason = "stop" if ends or stopped else None
+        if reason is None and sample.num_generated >= params.max_tokens:
+            reason = "length"
+        is_full = reason is None and self._is_full(sample)
+        if is_full and not self._shift(sample, entry):
+            reason = "length"
+        if reason is not None and not stopped:
+            text += sample.stops.flush()
+        sample.text.append(text)
+        logprobs = self._logprobs(sample, choice)
+        if not sample.group.chooses_best:
+            events.append(Token(choice.token, text, sample.request.id, sample.index, logprobs))
+        if reason is not None:
+            self.finish(sample, reason, Action.FINISH, now, events)
+        return reason is None and not is_full
+
+    def _shift(self, sample: Sample, entry: Entry) -> bool:
+        """Make room in a full context by forgetting half of it; false where nobody asked, or it cannot be done."""
+        params, limit = sample.request.params, self.limit
+        if not params.context_shift or limit is None:
+            return False
+        keep = min(params.keep, limit - 1)
+        begin, end = keep, keep + num_discarded(limit, keep, len(sample.tokens))
+        if end >= entry.num_computed:
+            return False
+        try:
+            self.cache.remove(sample.number, begin, end)
+        except NotSupported:
+            return False
+        except CacheFull:  # shared blocks cannot be copied now: the shorter context is computed again later
+            self._discard(sample, entry, begin, end)
+            self._preempt(sample.number)
+            return True
+        self._discard(sample, entry, begin, end)
+        entry.num_computed -= end - begin
+        return True
+
+    def _discard(self, sample: Sample, entry: Entry, begin: int, end: int) -> None:
+        """The context is shorter from now on, and no longer what its blocks would be found by."""
+        if self.prefixes is not None:
+            self.prefixes.promises.withdraw(entry)
+        sample.chain = None
+        del sample.tokens[begin:end]
+        entry.num_tokens -= end - begin
+
+    def finish(self, sample: Sample, reason: str, action: Action, now: float, events: list[Event]) -> None:
+        """The sequence leaves; what it computed stays for others as long as there is room."""
+        self._leave(sample, action)
+        group = sample.group
+        del self.samples[sample.number], group.samples[sample.index]
+        self.counts.num_finished[reason] += 1
+        completion = sample.completion(reason, now)
+        if not group.samples:
+            del self.groups[group.request.id]
+        if not group.chooses_best:
+            events.append(Finished(completion, group.request.id, sample.index, is_last=not group.samples))
+            return
+        group.finished.append((sample.sum_logprob / max(1, sample.num_generated), completion))
+        if not group.samples:
+            group.finished.sort(key=lambda scored: scored[0], reverse=True)
+            best = [replace(done, index=i) for i, (_, done) in enumerate(group.finished[: group.request.params.n])]
+            events += [Finished(c, c.request_id, c.index, is_last=c is best[-1]) for c in best]
+
+    def _preempt(self, number: int) -> None:
+        """It leaves the pool with all its tokens known, and computes them again later."""
+        sample = self.samples[number]
+        self._leave(sample, Action.PREEMPT)
+        sample.num_preemptions += 1
+        self.counts.num_preemptions += 1
+
+    def _leave(self, sample: Sample, action: Action) -> None:
+        if self.prefixes is not None:
+            self.prefixes.release(sample, self.scheduler.entries[sample.number])
+        self.scheduler.leave(sample.number, action)
+        self.cache.remove(sample.number, 0)
+        sample.drafts = []
+        if self.drafter is not None:
+            self.drafter.forget(sample.number)
+        self.may_admit = True
+
+    def _forked(self, sample: Sample, entry: Entry) -> list[Sample]:
+        """Parallel samples begin when their prompt is computed: sequences that share all its blocks."""
+        made = []
+        for index in range(1, entry.num_slots):
+            own = self._sample(sample.group, index, list(sample.tokens), sample.num_prompt)
+            own.chain = sample.chain.copy() if sample.chain is not None else None
+            own.match = sample.match
+            own.num_published = sample.num_published
+            self.cache.copy_prefix(sample.number, own.number, entry.num_computed)
+            self.scheduler.fork(entry, own.number)
+            made.append(own)
+        return made
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _free(self) -> list[int]:
+        return [member.tables.pool.num_free for member in self.members]
+
+    def _work(self, part: Slice) -> Work:
+        entry, sample = self.scheduler.entries[part.number], self.samples[part.number]
+        begin, end = entry.num_computed, entry.num_computed + part.num_tokens - part.num_drafts
+        media = [EncoderStates(m.states, m.key, m.index - begin) for m in sample.media if begin <= m.index < end]
+        sample.drafts = sample.drafts[: part.num_drafts]
+        self.counts.num_drafted += part.num_drafts
+        num_logits = 1 + part.num_drafts if end == entry.num_tokens else 0
+        return Work(part.number, begin, [*sample.tokens[begin:end], *sample.drafts], num_logits, media)
+
+    def _sample(self, group: Group, index: int, tokens: list[int], num_prompt: int) -> Sample:
+        params = group.request.params
+        sample = Sample(
+            next(self._numbers),
+            index,
+            group,
+            tokens,
+            num_prompt,
+            Chooser(params, index, self._device),
+            TextStream(self._tokenizer, tokens),
+            StopTexts(params.stop),
+        )
+        self.samples[sample.number] = group.samples[index] = sample
+        return sample
+
+    def _is_full(self, sample: Sample) -> bool:
+        limit = self.limit
+        return limit is not None and len(sample.tokens) >= limit
+
+    def _logprobs(self, sample: Sample, choice: Choice) -> TokenLogprobs | None:
+        if choice.logprob is None:
+            return None
+        sample.sum_logprob += choice.logprob
+        if sample.request.params.logprobs is None:
+            return None
+        top = tuple(Logprob(t, token_text(self._tokenizer, t), value) for t, value in choice.top)
+        chosen = Logprob(choice.token, token_text(self._tokenizer, choice.token), choice.logprob)
+        found = TokenLogprobs(chosen, top)
+        sample.logprobs.append(found)
+        return found
+
+    def _count_match(self, sample: Sample, match: Match) -> None:
+        if sample.match is not None:
+            return  # it was preempted: what it finds again is its own
+        sample.match = match
+        label = match.reason.partition(":")[0]
+        self.counts.num_cached_tokens += match.num_tokens
+        if match.num_tokens:
+            self.counts.num_hits += 1
+            self.counts.num_partial[label] += 1
+        else:
+            self.counts.num_misses[label] += 1
