@@ -108,7 +108,8 @@ class MlxBackend(Backend):
 
     def copy_blocks(self, storage: Array, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """See `Backend.copy_blocks`."""
-        storage[mx.array(targets)] = mx.take(storage, mx.array(sources), axis=0)
+        # The rows first: as long as they are not evaluated they hold the storage, and the write would copy all of it.
+        storage[mx.array(targets)] = _evaluated(mx.take(storage, mx.array(sources), axis=0))
         mx.eval(storage)
 
     def permute(self, array: Array, axes: Sequence[int]) -> Array:
