@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -20,9 +19,10 @@ from transformers import PreTrainedModel
 from kvcache.caches import Cache, CausalCache, RecurrentCache
 from kvcache.hf.layout import Layout
 from kvcache.hf.runner import EncoderStates, Runner, Work
+from kvcache.hf.weights import available_bytes
 from kvcache.scheduler import MemberShape
 
-__all__ = ["Sizes", "available_bytes", "divide", "measure", "parse_bytes"]
+__all__ = ["Sizes", "divide", "measure", "parse_bytes"]
 
 DEFAULT_SHARE = 4
 """Of the memory that is available the cache takes a quarter, unless told: the model's activations need some too."""
@@ -62,16 +62,6 @@ def parse_bytes(text: str | int) -> int:
     return number
 
 
-def available_bytes(device: torch.device) -> int:
-    """Memory that can be had on the device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    info = Path("/proc/meminfo")
-    if info.exists() and (found := re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())):
-        return int(found[1]) * 1024
-    return 8 * 2**30
-
-
 def measure(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str], block_size: int) -> Sizes:
     """Run two tokens into a cache of a few blocks and look at what they took."""
     with Runner(
@@ -82,6 +72,7 @@ def measure(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str]
         max_sequences=1,
         max_batch=min(4, 4 * block_size),
         block_size=block_size,
+        packs_weights=False,
     ) as runner:
         media: list[EncoderStates] = []
         if layout.is_encoder_decoder:

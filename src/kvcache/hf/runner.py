@@ -38,6 +38,7 @@ from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, Recurr
 from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout, dtype_name, layout_of
 from kvcache.hf.runner_call import ModelCall
+from kvcache.hf.weights import PackedLinears
 from kvcache.spans import Sliding, Span
 from kvcache.spec import Batch, Media, integer
 
@@ -85,6 +86,7 @@ class Runner:
     capacity, dtype, max_sequences, max_batch, block_size, memory, checkpoints: of the cache that is made when none is
         given (`capacity` is required then, dtype "auto" is the model's); it is closed with the runner.
     layout: what the model keeps; measured by `layout_of` when not given.
+    packs_weights: keep copies of a bf16 model's weights that the CPU reads faster, as `weights.py` says.
 
     Raises `NotSupported` for models that it cannot run, with the reason.
     """
@@ -102,6 +104,7 @@ class Runner:
         block_size: int = 16,
         memory: int | None = None,
         checkpoints: int | Iterable[int] = (),
+        packs_weights: bool = True,
     ) -> None:
         layout = layout or layout_of(model)
         self._owns_cache = cache is None
@@ -117,6 +120,7 @@ class Runner:
         self._states = next((m for m in self.members if isinstance(m, RecurrentCache)), None)
         self._encoder = next((m for m in self.members if isinstance(m, EncoderCache)), None)
         self._model = ModelCall(model, layout, self.members)
+        self._weights = PackedLinears(model) if packs_weights else None
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -155,6 +159,8 @@ class Runner:
     def close(self) -> None:
         """Give the model its attention back; close the cache if the runner made it. Closing twice is allowed."""
         self._model.close()
+        if self._weights is not None:
+            self._weights.close()
         if self._owns_cache:
             self.cache.close()
 

@@ -1,0 +1,96 @@
+"""Weights of linear layers in the layout that oneDNN reads fastest, for bf16 models on the CPU.
+
+PyTorch multiplies with weights [out, in] as they lie, and for the few tokens of a decode step that reads them at half
+the memory's bandwidth or less; oneDNN's own layout gets nearly all of it. (docs/performance.md has both.) The
+model keeps its weights: a packed copy of each lies beside them while a runner is open, if there is memory for that.
+
+The operators are those that torch.compile puts into models that it freezes: `torch.ops.mkldnn._reorder_linear_weight`
+and `_linear_pointwise`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PackedLinears", "available_bytes"]
+
+MEMORY_SHARE = 2
+"""Packed copies take at most half of the memory that is available."""
+
+_log = logging.getLogger(__name__)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can be had on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    if info.exists() and (found := re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())):
+        return int(found[1]) * 1024
+    return 8 * 2**30
+
+
+@final
+class PackedLinears:
+    """Packs the bf16 `nn.Linear`s of a model that are on the CPU, all or none. `num_bytes`: what the copies take.
+
+    Until `close`, weights changed in place are not seen; with gradients on, the plain weights are used. Layers whose
+    `forward` somebody has replaced already are left alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[nn.Linear] = []
+        if _is_supported():
+            self._modules = [m for m in model.modules() if isinstance(m, nn.Linear) and _can_pack(m)]
+        weights = {module.weight.data_ptr(): module.weight.detach() for module in self._modules}
+        self.num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+        room = available_bytes(torch.device("cpu")) // MEMORY_SHARE
+        if self.num_bytes > room:
+            _log.info("weights stay as they are: packed copies take %d bytes and %d may be used", self.num_bytes, room)
+            self._modules, self.num_bytes = [], 0
+            return
+        pack = torch.ops.mkldnn._reorder_linear_weight
+        packed = {pointer: pack(weight) for pointer, weight in weights.items()}
+        for module in self._modules:
+            module.__dict__["forward"] = _forward(module, packed[module.weight.data_ptr()])
+
+    def close(self) -> None:
+        """Give the layers their own `forward` back and free the copies. Repeating it changes nothing."""
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+        self._modules, self.num_bytes = [], 0
+
+
+def _is_supported() -> bool:
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _can_pack(module: nn.Linear) -> bool:
+    return (
+        type(module) is nn.Linear  # a subclass may do anything
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype == torch.bfloat16
+        and module.weight.numel() > 0
+        and "forward" not in module.__dict__
+    )
+
+
+def _forward(module: nn.Linear, packed: Tensor) -> Callable[[Tensor], Tensor]:
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    bias: Tensor | None = module.bias
+    bias = None if bias is None else bias.detach()
+
+    def forward(x: Tensor) -> Tensor:
+        if x.dtype is not torch.bfloat16 or x.device.type != "cpu" or torch.is_grad_enabled():
+            return nn.functional.linear(x, module.weight, module.bias)
+        product: Tensor = multiply(x, packed, bias, "none", [], "")
+        return product
+
+    return forward
