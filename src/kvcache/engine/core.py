@@ -206,7 +206,6 @@ class Core:
     def _run(self, plan: Plan) -> Tensor | None:
         """Logits, one row for each sequence all of whose tokens are computed now; None: the pool was too short."""
         works = [self._work(part) for part in plan.slices]
-        began = time.perf_counter()
         try:
             return self.runner.forward(works)
         except CacheFull:
@@ -220,7 +219,7 @@ class Core:
                 self._preempt(self.scheduler.last_running())
             return None
         finally:
-            self.counts.forward_seconds += time.perf_counter() - began
+            self.counts.model_seconds = self.runner.model_seconds
 
     def _commit(self, plan: Plan, logits: Tensor, events: list[Event]) -> None:
         likeliest = greedy(logits) if any(self.samples[part.number].chooser.is_plain for part in plan.slices) else []

@@ -21,7 +21,9 @@ class Blocks(NamedTuple):
 @final
 @dataclass(slots=True)
 class Counts:
-    """Counters that only grow. `num_misses`: admissions without any cached token, by reason."""
+    """Counters that only grow. `num_misses`: admissions without any cached token, by reason. `model_seconds`: in the
+    model itself; the rest of `step_seconds` is planning, hashing, bookkeeping, choosing tokens and their text.
+    """
 
     num_requests: int = 0
     num_steps: int = 0
@@ -36,7 +38,7 @@ class Counts:
     num_finished: Counter[str] = field(default_factory=Counter)
     num_drafted: int = 0
     num_drafts_accepted: int = 0
-    forward_seconds: float = 0.0
+    model_seconds: float = 0.0
     step_seconds: float = 0.0
 
 

@@ -24,6 +24,7 @@ that in the calls that went well; such a sequence is removed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -80,6 +81,7 @@ class Work:
 @final
 class Runner:
     """Runs a transformers model over a cache of ours. Not thread-safe. Close it to give the model its attention back.
+    `model_seconds`: how long the calls of the model have taken so far.
 
     cache: initialised, made of `members_of(layout, block_size)`: a `HybridCache` of them, or the only one. Its
         `max_batch` bounds a forward. It stays the caller's.
@@ -119,6 +121,7 @@ class Runner:
         self._causal = next((m for m in self.members if isinstance(m, CausalCache | RecurrentCache)), self.members[0])
         self._states = next((m for m in self.members if isinstance(m, RecurrentCache)), None)
         self._encoder = next((m for m in self.members if isinstance(m, EncoderCache)), None)
+        self.model_seconds = 0.0
         self._model = ModelCall(model, layout, self.members)
         self._weights = PackedLinears(model) if packs_weights else None
 
@@ -204,7 +207,8 @@ class Runner:
         batch = Batch(positions, sequences, media)
         self.cache.start_forward(batch)
         started += numbers
-        return self._model(
+        began = time.perf_counter()
+        logits = self._model(
             batch,
             tokens,
             [work.sequence for work in works],
@@ -213,6 +217,8 @@ class Runner:
             states=states,
             sees_media=sees_media,
         )
+        self.model_seconds += time.perf_counter() - began
+        return logits
 
     def _media(self, works: Sequence[Work]) -> tuple[list[Media], list[Tensor], list[bool] | None]:
         """The media that enter, their states, and which rows see media (`None` for models without cross attention)."""

@@ -106,7 +106,7 @@ class _EngineCollector(Collector):
             ("requests", "Requests that the engine accepted.", counts.num_requests),
             ("steps", "Steps of the engine.", counts.num_steps),
             ("step_seconds", "Seconds in steps.", counts.step_seconds),
-            ("forward_seconds", "Seconds in the model's forward passes.", counts.forward_seconds),
+            ("model_seconds", "Seconds in the model itself.", counts.model_seconds),
             ("prompt_tokens", "Tokens of prompts.", counts.num_prompt_tokens),
             ("cached_tokens", "Tokens of prompts that were not computed.", counts.num_cached_tokens),
             ("computed_tokens", "Tokens computed, prompts and answers.", counts.num_computed_tokens),
