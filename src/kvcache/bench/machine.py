@@ -4,15 +4,62 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["machine"]
+from kvcache.bench.table import Cell
+
+__all__ = ["cache_bytes", "describe", "machine"]
+
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+PACKAGES = ("kvcache", "torch", "transformers", "numpy")
+DEFAULT_CACHE_BYTES = 32 * 2**20
+"""Where the system does not say how large its last cache is."""
 
 
 def machine() -> str:
     """Processor, cores that this process may use, system, Python: one line."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{_processor()}, {cores} cores, {platform.system()}, Python {platform.python_version()}"
+
+
+def describe() -> dict[str, Cell]:
+    """What whoever compares two machines wants to know, for the JSON: names, sizes in bytes, versions."""
+    description: dict[str, Cell] = {
+        "name": machine(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "last_level_cache_bytes": cache_bytes(),
+        "memory_bytes": _memory_bytes(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load_average_1min": round(os.getloadavg()[0], 2),
+    }
+    for package in PACKAGES:
+        try:
+            description[package] = version(package)
+        except PackageNotFoundError:
+            description[package] = None
+    return description
+
+
+def cache_bytes() -> int:
+    """Bytes of the last-level cache that core 0 reaches; 32 MiB where the system does not say."""
+    sizes = [_size(path.read_text().strip()) for path in CACHES.glob("index*/size")]
+    return max(sizes, default=0) or DEFAULT_CACHE_BYTES
+
+
+def _size(text: str) -> int:
+    """Bytes of "32768K"."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text or 0)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _processor() -> str:

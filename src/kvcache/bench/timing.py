@@ -1,0 +1,73 @@
+"""Contenders in turn, so that what else the machine does hits them alike; medians of single calls.
+
+A contender is visited: a pause in which the threads of the one before stop spinning, one call that is not counted, and
+then calls that are, each timed by itself. Rounds of visits follow each other until each contender has had its share.
+A contender far slower than the rest is visited less often, three times at least.
+
+    round 1    ours ....    stream ....    SDPA ..    vLLM ....
+    round 2    ours ....    stream ....    SDPA ..    vLLM ....
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import NamedTuple, TypeAlias
+
+__all__ = ["Effort", "Visit", "alternate", "timed"]
+
+Visit: TypeAlias = Callable[[int], list[float]]
+"""Calls a contender that many times and gives the seconds of each call."""
+
+PAUSE_SECONDS = 0.01
+"""Threads of OpenMP spin for some milliseconds after their work, on the cores that the next contender wants."""
+MAX_CALLS = 40
+MIN_ROUNDS = 3
+
+
+class Effort(NamedTuple):
+    """How long to measure: `rounds` visits of about `visit_seconds`, of a slow contender about `max_seconds` in all."""
+
+    rounds: int = 9
+    visit_seconds: float = 0.03
+    max_seconds: float = 1.0
+
+
+class _Share(NamedTuple):
+    rounds: int
+    calls: int
+
+
+def timed(function: Callable[[], object]) -> Visit:
+    """The visit of a contender in this process."""
+
+    def visit(num_calls: int) -> list[float]:
+        seconds = []
+        for _ in range(num_calls):
+            begin = time.perf_counter()
+            function()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+    return visit
+
+
+def alternate(contenders: Mapping[str, Visit], effort: Effort) -> dict[str, float]:
+    """Median seconds of a call of each contender. Each is first called twice, uncounted: that compiles and plans."""
+    shares = {name: _share(min(visit(1) + visit(1)), effort) for name, visit in contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(max(share.rounds for share in shares.values())):
+        for name, visit in contenders.items():
+            share = shares[name]
+            if index >= share.rounds:
+                continue
+            time.sleep(PAUSE_SECONDS)
+            # The uncounted call wakes the threads; one that takes long has woken them in its first moments.
+            times[name] += visit(share.calls + 1)[1:] if share.calls > 1 else visit(1)
+    return {name: median(measured) for name, measured in times.items()}
+
+
+def _share(seconds: float, effort: Effort) -> _Share:
+    calls = max(1, min(MAX_CALLS, int(effort.visit_seconds / max(seconds, 1e-9))))
+    return _Share(max(min(MIN_ROUNDS, effort.rounds), min(effort.rounds, int(effort.max_seconds / seconds))), calls)
