@@ -18,9 +18,9 @@ if shutil.which("c++") is None:
 import torch
 
 from kernel_cases import Shape, World, array, decode, decoded, make_world, naive, prefill, rounded, stored, to_numpy
-from kvcache import backends, formats
+from kvcache import Batch, CausalCache, Full, backends, formats
 from kvcache.formats import FORMATS, Stored
-from kvcache.kernels import AttentionBatch, Segment, cpu, cpu_build
+from kvcache.kernels import AttentionBatch, Rotation, Segment, choose, cpu_build
 from kvcache.kernels.cpu import CpuKernel
 from kvcache.kernels.rope import rope_shift
 
@@ -32,7 +32,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every path of the C++ that this machine can run."""
     name = str(request.param)
     monkeypatch.setenv("KVCACHE_ISA", "" if name == "native" else name)
-    found = cpu.build().isa
+    found = cpu_build.build().isa
     if name == "avx2" and found != "avx2":
         pytest.skip("this CPU has no AVX2")
     return name
@@ -96,7 +96,7 @@ def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
 
 def test_products_through_brgemm() -> None:
     """The path of CPUs with AMX; oneDNN runs it with AVX-512 elsewhere."""
-    cpu.build()
+    cpu_build.build()
     operators = cpu_build.operators()
     before = operators.set_brgemm(False)
     if not operators.set_brgemm(True):
@@ -211,7 +211,7 @@ def test_put_stores_what_the_formats_encode(isa: str, key_name: str, value_name:
     keys, values = storage(key_name, 64), storage(value_name, 96)
     slots = np.random.default_rng(10).permutation(28)[:20].astype(np.int64)
     rows = awkward_rows(20, 3, 64, dtype), awkward_rows(20, 3, 96, dtype)
-    cpu.put(keys, values, slots, rows[0].transpose(0, 1).contiguous().transpose(0, 1), rows[1])
+    CpuKernel().put(keys, values, slots, rows[0].transpose(0, 1).contiguous().transpose(0, 1), rows[1])
     for part, new in zip((keys, values), rows, strict=True):
         expected = storage(part.format.name, part.head_dim)
         BACKEND.write_rows(expected.array, slots, part.format.encode(new))
@@ -232,7 +232,7 @@ def test_shift_turns_stored_keys(isa: str, name: str, interleaved: bool, begin: 
     offsets = np.where(np.arange(20) < 12, -7, rng.integers(-9000, 9000, 20)).astype(np.int64)
     offsets[[3, 15]] = 0
     inv_freq = 10000.0 ** (-np.arange(num_pairs) / num_pairs)
-    cpu.shift(keys, slots, offsets, inv_freq, interleaved=interleaved, rotary_begin=begin)
+    CpuKernel().shift(keys, slots, offsets, Rotation(inv_freq, interleaved, begin))
     old = keys.format.decode(BACKEND.gather_rows(before, slots), 64)
     turn = rope_shift(inv_freq, interleaved=interleaved, rotary_begin=begin)
     turned = turn(0, old.float(), torch.from_numpy(offsets))
@@ -251,32 +251,32 @@ def test_writes_that_do_not_fit_raise() -> None:
     keys, values = storage("f32", 64), storage("f32", 64)
     rows, slots = torch.zeros(2, 3, 64), np.array([0, 28])
     with pytest.raises(ValueError, match=r"slot 28 is outside the storage of 28 slots"):
-        cpu.put(keys, values, slots, rows, rows)
+        CpuKernel().put(keys, values, slots, rows, rows)
     with pytest.raises(ValueError, match=r"new values are torch.float32 \(2, 3, 32\); expected .* \(2, 3, 64\)"):
-        cpu.put(keys, values, np.array([0, 1]), rows, rows[..., :32])
+        CpuKernel().put(keys, values, np.array([0, 1]), rows, rows[..., :32])
     with pytest.raises(ValueError, match="slot -1 is outside"):
-        cpu.shift(keys, np.array([-1]), np.array([1]), np.ones(32))
+        CpuKernel().shift(keys, np.array([-1]), np.array([1]), Rotation(np.ones(32), False, 0))
     with pytest.raises(ValueError, match="1 slots, 2 offsets and 33 frequencies"):
-        cpu.shift(keys, np.array([1]), np.array([1, 2]), np.ones(33))
+        CpuKernel().shift(keys, np.array([1]), np.array([1, 2]), Rotation(np.ones(33), False, 0))
     on_meta = Stored(keys.array.to("meta"), keys.format, 64)
     with pytest.raises(ValueError, match=r"refuses: .* elsewhere"):
-        cpu.shift(on_meta, np.array([1]), np.array([1]), np.ones(32))
+        CpuKernel().shift(on_meta, np.array([1]), np.array([1]), Rotation(np.ones(32), False, 0))
 
 
 # --- the build --------------------------------------------------------------------------------------------------------
 
 
 def test_a_build_is_found_again() -> None:
-    first = cpu.build()
+    first = cpu_build.build()
     assert first.path.is_file()
-    again = cpu.build()
+    again = cpu_build.build()
     assert (again.path, again.isa, again.seconds) == (first.path, first.isa, 0.0)
 
 
 def test_unknown_isa_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHE_ISA", "sse9")
     with pytest.raises(ValueError, match="'sse9'; expected one of avx512, avx2, scalar"):
-        cpu.build()
+        cpu_build.build()
 
 
 def test_flags_and_sources_decide_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_without_a_compiler_one_warning_and_a_refusal(
     (record,) = caplog.records
     assert "PyTorch's operators are used instead" in record.getMessage()
     with pytest.raises(ValueError, match="refuses: there is no C"):
-        cpu.shift(keys, np.array([1]), np.array([1]), np.ones(16))
+        CpuKernel().shift(keys, np.array([1]), np.array([1]), Rotation(np.ones(16), False, 0))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ninja") is None, reason="needs ninja")
@@ -316,5 +316,74 @@ def test_what_does_not_compile_says_so_and_leaves_nothing(monkeypatch: pytest.Mo
     monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
     monkeypatch.setenv("KVCACHE_CFLAGS", "--no-such-flag")
     with pytest.raises(RuntimeError, match=r"could not be compiled: .*no-such-flag"):
-        cpu.build()
+        cpu_build.build()
     assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def filled_cache(name: str, *, block_size: int) -> CausalCache:
+    """60 tokens of two sequences that share 32, in two layers of which one is not rotated; then 20 are removed."""
+    turn = rope_shift({0: 10000.0 ** (-np.arange(16) / 16), 1: None})
+    cache = CausalCache(Full(), shift=turn, block_size=block_size)
+    cache.init("torch", name, max_sequences=2, capacity=96)
+    rng = np.random.default_rng(12)
+
+    def forward(sequence: int, begin: int, end: int) -> None:
+        cache.start_forward(Batch(range(begin, end), [sequence] * (end - begin)))
+        for layer in (0, 1):
+            cache.set_layer(layer)
+            rows = torch.from_numpy(rng.standard_normal((2, end - begin, 2, 32), dtype=np.float32)).to(torch.bfloat16)
+            cache.put(rows[0], rows[1])
+
+    forward(1, 0, 32)
+    cache.copy_prefix(1, 2, 32)
+    forward(2, 32, 60)
+    cache.remove(2, 5, 25)
+    forward(1, 32, 40)
+    cache.check()
+    return cache
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_cache_writes_through_the_kernel_as_through_pytorch(
+    monkeypatch: pytest.MonkeyPatch, name: str, block_size: int
+) -> None:
+    monkeypatch.setenv("KVCACHE_KERNEL", "cpu")
+    used = []
+    for method in ("put", "shift"):
+        original = getattr(CpuKernel, method)
+        monkeypatch.setattr(
+            CpuKernel, method, lambda *a, _m=method, _o=original, **k: (used.append(_m), _o(*a, **k))[1]
+        )
+    one = torch.ones(1, 1, 32)
+    warm = Stored(torch.zeros(1, 1, 1, 32), formats.create("f32", BACKEND), 32)
+    assert not isinstance(choose(one, warm, warm), str)  # attention has loaded the kernel
+    through = filled_cache(name, block_size=block_size)
+    assert used.count("put") == 6 and used.count("shift") == 1  # the layer that is not rotated is left alone
+    monkeypatch.setenv("KVCACHE_KERNEL", "sdpa")
+    plain = filled_cache(name, block_size=block_size)
+    assert len(used) == 7
+    for sequence, end in ((1, 40), (2, 40)):
+        for layer in (0, 1):
+            pairs = zip(through.sequence(sequence).views(layer), plain.sequence(sequence).views(layer), strict=True)
+            seen = [(a, b) for a, b in pairs]
+            values = [torch.cat([pair[i].values for pair in seen]).float() for i in (0, 1)]
+            assert torch.equal(*values)
+            keys = [torch.cat([pair[i].keys for pair in seen]).float() for i in (0, 1)]
+            assert len(keys[0]) == end
+            is_turned = sequence == 2 and layer == 0
+            if not is_turned:
+                assert torch.equal(*keys)
+            step = {"f32": 1e-6, "f16": 1e-3, "bf16": 1e-2, "fp8_e4m3": 0.13, "q8_0": 0.01, "q4_0": 0.14}[name]
+            assert ((keys[0] - keys[1]).abs() <= step * keys[1].abs().amax(-1, keepdim=True)).all()
+
+
+def test_rows_that_the_kernel_does_not_take_are_written_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_KERNEL", "cpu")
+    cache = CausalCache()
+    cache.init("torch", "bf16", capacity=8)
+    cache.start_forward(Batch([0, 1], [0, 0]))
+    cache.set_layer(0)
+    rows = torch.arange(64, dtype=torch.float64).view(2, 1, 32) / 3
+    cache.put(rows, rows)
+    assert torch.equal(cache.get().keys, rows.to(torch.bfloat16))

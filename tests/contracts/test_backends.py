@@ -356,6 +356,22 @@ def test_torch_uses_the_default_device_for_nothing() -> None:
         assert backend.gather_rows(storage, np.array([3])).device.type == "cpu"
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "u8"])
+def test_large_torch_storage_is_zeros_of_its_own(dtype: str) -> None:
+    """It lies in pages of its own, which must live as long as any view of them."""
+    torch = pytest.importorskip("torch")
+    backend = backends.torch()
+    one, other = (backend.zeros((2**14, 4, 16, 8), dtype, 0) for _ in range(2))
+    assert one.shape == (2**14, 4, 16, 8) and one.is_contiguous() and not one.is_inference()
+    assert not one.any()
+    row = backend.cast(torch.ones(1, 4, 8), "f32").to(one.dtype)
+    backend.write_rows(one, np.array([2**18 - 1]), row)
+    view = backend.view_rows(one, 2**18 - 1, 2**18)
+    assert one.float().sum() == 32 and not other.any()
+    del one
+    assert view.float().sum() == 32
+
+
 def test_mlx_writes_in_place() -> None:
     """Nearly always: MLX's own thread may hold on to the memory for a moment after it has answered, and then a copy is
     made."""

@@ -105,11 +105,16 @@ class BlockStorage:
             )
         return keys
 
-    def write(self, layer: int, slots: NDArray[np.int64], keys: Array, values: Array) -> None:
-        """Encode accepted rows into `slots`. The first write to a layer makes its tensors."""
+    def made(self, layer: int, keys: Array, values: Array) -> LayerStorage:
+        """The tensors of a layer, made now if nothing was put into it yet; accepted rows say what they must hold."""
         have = self._layers.get(layer)
         if have is None:
             have = self._layers[layer] = self._create(layer, keys.shape, values.shape)
+        return have
+
+    def write(self, layer: int, slots: NDArray[np.int64], keys: Array, values: Array) -> None:
+        """Encode accepted rows into `slots`."""
+        have = self.made(layer, keys, values)
         self.backend.write_rows(have.keys.array, slots, self.key_format.encode(keys))
         self.backend.write_rows(have.values.array, slots, self.value_format.encode(values))
 

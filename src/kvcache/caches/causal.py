@@ -1,15 +1,16 @@
 """`CausalCache`: keys and values of tokens under one span. Tables decide, storage keeps, kernels read.
 
 start_forward   Tables.plan -> Tables.apply -> BlockStorage.copy_blocks     places, forgetting, copy-on-write
-put             BlockStorage.write                                          rows into slots, encoded
+put             kernels.writer(...).put, else BlockStorage.write            rows into slots, encoded
 get             Forward.columns -> BlockStorage.read                        history and mask
 attend          Forward.attention -> kernels.choose(...).attend             blocks read in place
-remove          Tables.plan_removal -> shift -> Tables.apply_removal        keys re-rotated
+remove          Tables.plan_removal -> turns -> Tables.apply_removal        keys re-rotated
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TypeAlias, final
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvcache.caches.forward import Forward, group_rows
 from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
 from kvcache.caches.tables import Removal, Tables
 from kvcache.formats import Format
+from kvcache.kernels.rope import RopeShift
 from kvcache.spans import Full, Span
 from kvcache.spec import Array, Batch, CacheConfig, History, Usage, integer
 from kvcache.views import SequenceView
@@ -73,7 +75,7 @@ class CausalCache(Cache):
         forward, layer = self._started(), self._active_layer()
         keys, values = self._storage.accept(layer, keys, values, len(forward.batch))
         if not forward.is_reserved:
-            self._storage.write(layer, forward.slots, keys, values)
+            self.write(layer, forward.slots, keys, values)
         forward.written[layer] = (keys.shape[1], keys.shape[2], values.shape[2])
 
     def get(self) -> History:
@@ -242,7 +244,7 @@ class CausalCache(Cache):
         removal = self._tables.plan_removal(sequence, begin, end, can_shift=self._shift is not None)
         if removal is None and not drop_appended:
             return lambda: None
-        shifted = self._shifted_keys(removal) if removal and len(removal.later) else {}
+        turns = self._turns(removal) if removal and len(removal.later) else []
 
         def effect() -> None:
             self._forward = None
@@ -251,8 +253,8 @@ class CausalCache(Cache):
             if removal:
                 applied = self._tables.apply_removal(removal)
                 self._storage.copy_blocks(applied.sources, applied.targets)
-                for layer, encoded in shifted.items():
-                    self._storage.write_keys(layer, np.asarray(applied.slots[sequence]), encoded)
+                for turn in turns:
+                    turn(np.asarray(applied.slots[sequence]))
 
         return effect
 
@@ -307,6 +309,15 @@ class CausalCache(Cache):
         self._lifecycle.limits  # noqa: B018  raises when closed
         return self._storage
 
+    def write(self, layer: int, slots: NDArray[np.int64], keys: Array, values: Array) -> None:
+        """Accepted rows into slots."""
+        made = self._storage.made(layer, keys, values)
+        writer = kernels.writer((made.keys, made.values), (keys, values))
+        if writer is None:
+            self._storage.write(layer, slots, keys, values)
+        else:
+            writer.put(made.keys, made.values, slots, keys, values)
+
     def end_forward(self) -> None:
         """The tables are about to change by another way than a pass: the present pass has ended."""
         self._forward = None
@@ -345,17 +356,30 @@ class CausalCache(Cache):
                 f"commit(0) to drop them"
             )
 
-    def _shifted_keys(self, removal: Removal) -> dict[int, Array]:
-        """The later tokens' keys of every layer at their new positions, encoded."""
+    def _turns(self, removal: Removal) -> list[Callable[[NDArray[np.int64]], None]]:
+        """For each layer, what gives the later tokens the keys of their new positions, once they have their new slots.
+
+        All that may fail happens here. A writer turns rotary keys where they lie; any other shift reads, turns and
+        encodes them now.
+        """
         assert self._shift is not None  # the removal was planned with a shift
         storage = self._storage
         slots = self._tables.sequences[removal.sequence].slots(removal.later)
-        offsets = np.full(len(slots), removal.begin - removal.end, np.int32)
-        shifted = {}
+        offsets = np.full(len(slots), removal.begin - removal.end, np.int64)
+        turns: list[Callable[[NDArray[np.int64]], None]] = []
         for layer in storage.layers:
-            keys = self._shift(layer, storage.read_keys(layer, slots), storage.backend.from_numpy(offsets, layer))
-            shifted[layer] = storage.key_format.encode(storage.accept_keys(layer, keys, len(slots)))
-        return shifted
+            keys = storage.layer(layer).keys
+            writer = kernels.writer((keys,))
+            if isinstance(self._shift, RopeShift) and writer is not None:
+                rotation = self._shift.rotation(layer, keys.head_dim)
+                if rotation is not None:
+                    turns.append(partial(writer.shift, keys, offsets=offsets, rotation=rotation))
+                continue
+            given = storage.backend.from_numpy(offsets.astype(np.int32), layer)
+            turned = self._shift(layer, storage.read_keys(layer, slots), given)
+            encoded = storage.key_format.encode(storage.accept_keys(layer, turned, len(slots)))
+            turns.append(partial(storage.write_keys, layer, encoded=encoded))
+        return turns
 
     def _padded(self, rows: Array, missing: int, layer: int) -> Array:
         """Rows [S,H,D] followed by `missing` rows of zeros: finite, so that a masked column cannot spoil a sum."""

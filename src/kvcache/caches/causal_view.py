@@ -63,7 +63,7 @@ class CausalSequenceView(SequenceView):
             table = tables.sequences[self._sequence]
         assert table is not None  # it has pending slots now
         indices = np.asarray(table.pending[begin : begin + num_tokens], np.int64)
-        storage.write(layer, table.slots(indices), keys, values)
+        self._cache.write(layer, table.slots(indices), keys, values)
         table.appended[layer] = begin + num_tokens
         return Appended(self._views(layer, begin + num_tokens), table.end + begin)
 

@@ -21,8 +21,10 @@ class Blocks(NamedTuple):
 @final
 @dataclass(slots=True)
 class Counts:
-    """Counters that only grow. `num_misses`: admissions without any cached token, by reason. `model_seconds`: in the
-    model itself; the rest of `step_seconds` is planning, hashing, bookkeeping, choosing tokens and their text.
+    """Counters that only grow. `num_misses`: admissions without any cached token, by reason.
+
+    model_seconds: in the model itself; the rest of `step_seconds` is planning, hashing, bookkeeping, choosing tokens
+    and their text.
     """
 
     num_requests: int = 0

@@ -81,7 +81,6 @@ class Work:
 @final
 class Runner:
     """Runs a transformers model over a cache of ours. Not thread-safe. Close it to give the model its attention back.
-    `model_seconds`: how long the calls of the model have taken so far.
 
     cache: initialised, made of `members_of(layout, block_size)`: a `HybridCache` of them, or the only one. Its
         `max_batch` bounds a forward. It stays the caller's.
@@ -90,7 +89,7 @@ class Runner:
     layout: what the model keeps; measured by `layout_of` when not given.
     packs_weights: keep copies of a bf16 model's weights that the CPU reads faster, as `weights.py` says.
 
-    Raises `NotSupported` for models that it cannot run, with the reason.
+    Raises `NotSupported` for models that it cannot run, with the reason. `model_seconds`: what calls of the model took.
     """
 
     def __init__(

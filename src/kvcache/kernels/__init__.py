@@ -32,7 +32,17 @@ from numpy.typing import NDArray
 from kvcache.formats import Stored
 from kvcache.spec import Array
 
-__all__ = ["KERNELS", "AttentionBatch", "Kernel", "Segment", "choose", "queries_per_head"]
+__all__ = [
+    "KERNELS",
+    "AttentionBatch",
+    "Kernel",
+    "Rotation",
+    "Segment",
+    "Writer",
+    "choose",
+    "queries_per_head",
+    "writer",
+]
 
 
 class _Entry(NamedTuple):
@@ -114,6 +124,47 @@ class Kernel(ABC):
         softmax that has a score but no value (GPT-OSS). Query head h reads key/value head `h // (Hq / H)`. A query that
         sees nothing gives zeros.
         """
+
+
+class Rotation(NamedTuple):
+    """How a layer's stored keys turn with their positions; see `rope.py`.
+
+    inv_freq: radians per position of each pair, float64 [m]. interleaved, rotary_begin: where the pairs lie in a head.
+    """
+
+    inv_freq: NDArray[np.float64]
+    interleaved: bool
+    rotary_begin: int
+
+
+class Writer(ABC):
+    """A kernel that writes into the storage, too, in one pass: rows are read once and their codes written once."""
+
+    @abstractmethod
+    def writes(self, storage: Sequence[Stored], rows: Sequence[Array] = ()) -> bool:
+        """Whether it can write such rows to all of these, without anything to load or compile first."""
+
+    @abstractmethod
+    def put(self, keys: Stored, values: Stored, slots: NDArray[np.int64], new_keys: Array, new_values: Array) -> None:
+        """Encode rows [n,H,D] and [n,H,Dv] into the distinct `slots` [n] of the storage, as `Format.encode` does."""
+
+    @abstractmethod
+    def shift(self, keys: Stored, slots: NDArray[np.int64], offsets: NDArray[np.int64], rotation: Rotation) -> None:
+        """Turn the keys in the distinct `slots` [n] by `offsets` [n] positions, in place."""
+
+
+def writer(storage: Sequence[Stored], rows: Sequence[Array] = ()) -> Writer | None:
+    """The kernel that writes such rows to this storage; `None` where the storage does it itself.
+
+    One that attention has loaded already: nobody waits for a compiler to write rows. Follows `KVCACHE_KERNEL`. Cost:
+    about 1 µs.
+    """
+    forced = os.environ.get("KVCACHE_KERNEL")
+    for name in (forced,) if forced else KERNELS:
+        kernel: object = _loaded.get(name)
+        if isinstance(kernel, Writer) and kernel.writes(storage, rows):
+            return kernel
+    return None
 
 
 def choose(queries: Array, keys: Stored, values: Stored) -> Kernel:

@@ -16,6 +16,7 @@ A decoding sequence gives the same bits whatever other sequences and however man
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
 
@@ -25,11 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.formats import GROUP_SIZE, Stored
-from kvcache.kernels import AttentionBatch, Kernel, Segment, queries_per_head
-from kvcache.kernels.cpu_build import build, operators
+from kvcache.kernels import AttentionBatch, Kernel, Rotation, Segment, Writer, queries_per_head
+from kvcache.kernels.cpu_build import build, is_loaded, operators
 from kvcache.spec import Array
 
-__all__ = ["CpuKernel", "build", "put", "refusal_of", "shift"]
+__all__ = ["CpuKernel", "build", "refusal_of"]
 
 TILE = 64  # slots that the C++ decodes at a time: positions are padded to whole tiles. The same in `cpp/pack.h`.
 MAX_DIM = 1024  # of a head; the same in `cpp/pack.h`
@@ -54,7 +55,7 @@ def refusal_of(what: str, stored: Stored) -> str | None:
 
 
 @final
-class CpuKernel(Kernel):
+class CpuKernel(Kernel, Writer):
     """Attention in C++ over blocks in place; CPU tensors of PyTorch, every format, queries f32, f16 or bf16."""
 
     name = "cpu"
@@ -112,59 +113,56 @@ class CpuKernel(Kernel):
         )
         return out if queries.is_cpu else out.to(queries.device)
 
-
-def put(keys: Stored, values: Stored, slots: NDArray[np.int64], new_keys: Tensor, new_values: Tensor) -> None:
-    """Encodes rows [n,H,D] and [n,H,Dv] of f32, f16 or bf16 into the `slots` [n] of the storage, in place.
-
-    Slot s is row `s % block_size` of block `s // block_size`; slots are distinct. Bit for bit what formats' `encode`
-    gives. Raises `ValueError` when shapes do not fit, for slots outside the storage, and where there is no kernel.
-    """
-    for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
-        expected = (len(slots), stored.array.shape[1], stored.head_dim)
-        if tuple(rows.shape) != expected or rows.dtype not in _DTYPES:
-            seen = f"{rows.dtype} {tuple(rows.shape)}"
-            raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}")
-    _written(keys, values).put(
-        keys.array,
-        values.array,
-        _FORMATS[keys.format.name],
-        _FORMATS[values.format.name],
-        torch.from_numpy(np.ascontiguousarray(slots, np.int64)),
-        new_keys if new_keys.stride(2) == 1 else new_keys.contiguous(),
-        new_values if new_values.stride(2) == 1 else new_values.contiguous(),
-    )
-
-
-def shift(
-    keys: Stored,
-    slots: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    inv_freq: NDArray[np.float64],
-    *,
-    interleaved: bool = False,
-    rotary_begin: int = 0,
-) -> None:
-    """Turns the stored keys in `slots` [n] by `offsets` [n] positions, in place: decoded, turned in f32, encoded.
-
-    inv_freq, interleaved, rotary_begin: as in `rope.rope_shift`. An offset of 0 leaves a row's bytes alone; slots are
-    distinct. Raises `ValueError` when lengths do not fit, for slots outside the storage, and where there is no kernel.
-    """
-    if len(slots) != len(offsets) or rotary_begin + 2 * len(inv_freq) > keys.head_dim:
-        raise ValueError(
-            f"shift got {len(slots)} slots, {len(offsets)} offsets and {len(inv_freq)} frequencies from value "
-            f"{rotary_begin} on for heads of {keys.head_dim}; expected as many offsets as slots, "
-            f"and two values for each frequency"
+    def writes(self, storage: Sequence[Stored], rows: Sequence[Array] = ()) -> bool:
+        """See `Writer.writes`."""
+        return (
+            is_loaded()
+            and all(array.dtype in _DTYPES for array in rows)
+            and all(refusal_of("arrays", stored) is None for stored in storage)
         )
-    _written(keys).shift(
-        keys.array,
-        _FORMATS[keys.format.name],
-        keys.head_dim,
-        torch.from_numpy(np.ascontiguousarray(slots, np.int64)),
-        torch.from_numpy(np.ascontiguousarray(offsets, np.int64)),
-        torch.from_numpy(np.ascontiguousarray(inv_freq, np.float64)),
-        rotary_begin,
-        interleaved,
-    )
+
+    def put(self, keys: Stored, values: Stored, slots: NDArray[np.int64], new_keys: Array, new_values: Array) -> None:
+        """See `Writer.put`; bit for bit what formats' `encode` gives. Rows of f32, f16 or bf16.
+
+        Raises `ValueError` when shapes do not fit, for slots outside the storage, and where there is no kernel.
+        """
+        for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
+            expected = (len(slots), stored.array.shape[1], stored.head_dim)
+            if tuple(rows.shape) != expected or rows.dtype not in _DTYPES:
+                seen = f"{rows.dtype} {tuple(rows.shape)}"
+                raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}")
+        _written(keys, values).put(
+            keys.array,
+            values.array,
+            _FORMATS[keys.format.name],
+            _FORMATS[values.format.name],
+            torch.from_numpy(np.ascontiguousarray(slots, np.int64)),
+            new_keys if new_keys.stride(2) == 1 else new_keys.contiguous(),
+            new_values if new_values.stride(2) == 1 else new_values.contiguous(),
+        )
+
+    def shift(self, keys: Stored, slots: NDArray[np.int64], offsets: NDArray[np.int64], rotation: Rotation) -> None:
+        """See `Writer.shift`: decoded, turned in f32, encoded. An offset of 0 leaves a row's bytes alone.
+
+        Raises `ValueError` when lengths do not fit, for slots outside the storage, and where there is no kernel.
+        """
+        num_values = 2 * len(rotation.inv_freq)
+        if len(slots) != len(offsets) or rotation.rotary_begin + num_values > keys.head_dim:
+            raise ValueError(
+                f"shift got {len(slots)} slots, {len(offsets)} offsets and {len(rotation.inv_freq)} frequencies from "
+                f"value {rotation.rotary_begin} on for heads of {keys.head_dim}; expected as many offsets as slots, "
+                f"and two values for each frequency"
+            )
+        _written(keys).shift(
+            keys.array,
+            _FORMATS[keys.format.name],
+            keys.head_dim,
+            torch.from_numpy(np.ascontiguousarray(slots, np.int64)),
+            torch.from_numpy(np.ascontiguousarray(offsets, np.int64)),
+            torch.from_numpy(np.ascontiguousarray(rotation.inv_freq, np.float64)),
+            rotation.rotary_begin,
+            rotation.interleaved,
+        )
 
 
 def _written(*storage: Stored) -> Any:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ISAS", "Built", "build", "operators"]
+__all__ = ["ISAS", "Built", "build", "is_loaded", "operators"]
 
 ISAS = ("avx512", "avx2", "scalar")
 
@@ -175,6 +175,12 @@ def _compile(isa: str, target: Path, verbose: bool) -> None:
         scratch.rename(folder)
     except OSError:  # another process was faster; what this one has loaded stays loaded
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def is_loaded() -> bool:
+    """Whether `operators` would answer at once, with operators."""
+    found = _loaded.get(os.environ.get("KVCACHE_ISA") or "native")
+    return found is not None and not isinstance(found, str)
 
 
 def operators() -> Any:

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvcache.kernels import Rotation
 from kvcache.spec import Array, integer
 
 __all__ = ["RopeShift", "rope_shift"]
@@ -93,14 +94,28 @@ class RopeShift:
             )
         if inv_freq is None or not rows.any():
             return keys
-        needed = self._rotary_begin + 2 * len(inv_freq)
-        if keys.shape[2] < needed:
-            raise ValueError(
-                f"layer {layer} rotates {2 * len(inv_freq)} values from {self._rotary_begin} on, and its keys "
-                f"have heads of {keys.shape[2]}; expected at least {needed}"
-            )
+        self._check_room(layer, len(inv_freq), keys.shape[2])
         angles = (rows[:, None] * inv_freq)[:, None, :]
         return _rotated(keys, np.cos(angles), np.sin(angles), self._pairs(len(inv_freq)), rows == 0)
+
+    def rotation(self, layer: int, head_dim: int) -> Rotation | None:
+        """What a call for this layer and keys of `head_dim` would do to them; `None` for a layer that is not rotated.
+
+        Raises `ValueError` as a call does.
+        """
+        inv_freq = self._of_layer(layer)
+        if inv_freq is None:
+            return None
+        self._check_room(layer, len(inv_freq), head_dim)
+        return Rotation(inv_freq, self._interleaved, self._rotary_begin)
+
+    def _check_room(self, layer: int, num_pairs: int, head_dim: int) -> None:
+        needed = self._rotary_begin + 2 * num_pairs
+        if head_dim < needed:
+            raise ValueError(
+                f"layer {layer} rotates {2 * num_pairs} values from {self._rotary_begin} on, and its keys "
+                f"have heads of {head_dim}; expected at least {needed}"
+            )
 
     def _of_layer(self, layer: int) -> NDArray[np.float64] | None:
         if self._every_layer is not None:
