@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import Counter
 from typing import Any
@@ -10,79 +9,24 @@ from typing import Any
 import pytest
 import torch
 
+from engines import (
+    DECODERS,
+    assert_empty,
+    byte_tokenizer,
+    check_greedy,
+    drained,
+    engine_for,
+    media_inputs,
+    reference,
+    tree,
+)
 from families import FAMILIES, VOCABULARY
 from kvcache import Completion, CorruptState, Engine, Finished, Full, NotSupported, Request, SamplingParams, Token
-from kvcache.engine import memory
 from kvcache.engine.drafts import Drafter
 from kvcache.engine.shift import num_discarded
 from kvcache.engine.text import StopTexts, TextStream
-from kvcache.hf.layout import layout_of
 from kvcache.prefix import Removed, Stored
 from kvcache.request import Event, MediaInput, RequestRefused
-
-DECODERS = [name for name, family in FAMILIES.items() if not family.encoder_decoder and name != "mllama"]
-BLOCK = 4
-
-
-@functools.cache
-def reference(name: str) -> Any:
-    return FAMILIES[name].build("eager" if FAMILIES[name].interface else None)
-
-
-@functools.cache
-def block_bytes(name: str) -> tuple[int, int]:
-    """Bytes of a block in all members, and of one sequence's states."""
-    model = FAMILIES[name].build()
-    sizes = memory.measure(model, layout_of(model), "f32", BLOCK)
-    return sum(sizes.blocks), sizes.states
-
-
-def engine_for(name: str, num_blocks: int = 400, **options: Any) -> Engine:
-    """An engine whose pools have `num_blocks` blocks each."""
-    blocks, states = block_bytes(name)
-    num_sequences = options.setdefault("max_sequences", 8)
-    num_bytes = num_blocks * blocks + 2 * num_sequences * states + 1
-    return Engine(FAMILIES[name].build(), kv_bytes=num_bytes, block_size=BLOCK, **options)
-
-
-@torch.inference_mode()
-def check_greedy(name: str, prompt: list[int], tokens: tuple[int, ...], **inputs: Any) -> None:
-    """Each token is the likeliest after those before it, computed at once without a cache."""
-    ids = torch.tensor([[*prompt, *tokens]])
-    argument = "decoder_input_ids" if FAMILIES[name].encoder_decoder else "input_ids"
-    logits = reference(name)(**{argument: ids}, **inputs, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    gap = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    assert float(gap.max()) <= 1e-4, (prompt, tokens, gap)
-
-
-def drained(engine: Engine, *, checked: bool = True) -> dict[str, Completion]:
-    """Step until idle, `check` after each step."""
-    done = {}
-    for _ in range(20_000):
-        if engine.is_idle:
-            return done
-        done |= {event.request_id: event.completion for event in engine.step() if isinstance(event, Finished)}
-        if checked:
-            engine.check()
-    raise AssertionError("the engine hangs")
-
-
-def assert_empty(engine: Engine) -> None:
-    engine.check()
-    usage = engine.usage()
-    assert usage.num_free_blocks == usage.num_blocks and not usage.sequences
-
-
-def tree(seed: int, count: int, longest: int = 40) -> list[list[int]]:
-    """Prompts that share prefixes: each goes on from some point of an earlier one."""
-    chance = random.Random(seed)
-    prompts: list[list[int]] = []
-    for _ in range(count):
-        parent = chance.choice(prompts[-12:]) if prompts and chance.random() < 0.9 else []
-        tail = [chance.randrange(3, VOCABULARY - 1) for _ in range(chance.randrange(1, 14))]
-        prompts.append((parent[: chance.randrange(len(parent) // 2, len(parent) + 1)] + tail)[:longest])
-    return prompts
-
 
 # --- the same tokens as alone -----------------------------------------------------------------------------------------
 
@@ -178,25 +122,16 @@ def test_reused_blocks_of_coarser_formats_are_as_good_as_computed_ones(kv_dtype:
 @pytest.mark.parametrize("name", ["t5", "whisper", "mllama"])
 def test_media_are_part_of_what_is_reused(name: str) -> None:
     """Equal media by key: the prefix is reused; other media: not. Outputs as alone with that medium."""
-    family = FAMILIES[name]
     prompt = [1, *range(5, 20)]
-
-    def inputs(seed: int) -> dict[str, Any]:
-        if name == "mllama":
-            images = dict(family.image_inputs(1, 1, seed=seed))
-            del images["cross_attention_mask"]
-            return images
-        return {k: v for k, v in family.encoder_inputs(1, seed=seed).items() if k != "attention_mask"}
-
     with engine_for(name, 100) as engine:
-        states = {seed: engine.encode(**inputs(seed)) for seed in (1, 2)}
+        states = {seed: engine.encode(**media_inputs(name, seed)) for seed in (1, 2)}
         seen = []
         for number, seed in enumerate((1, 1, 2, 1)):
             media = [MediaInput(0, f"medium {seed}", states[seed])]
             engine.add(Request(str(number), prompt, SamplingParams(max_tokens=6), media=media))
             completion = drained(engine)[str(number)]
             seen.append(completion.cached_tokens)
-            check_greedy(name, prompt, completion.token_ids, **inputs(seed))
+            check_greedy(name, prompt, completion.token_ids, **media_inputs(name, seed))
         assert seen == [0, 15, 0, 15]
         assert_empty(engine)
 
@@ -585,18 +520,9 @@ def test_stop_texts_as_if_the_text_were_whole(seed: int) -> None:
         ]
 
 
-def byte_tokenizer(*, is_fast: bool) -> Any:
-    """Tokens are bytes: every character beyond ASCII takes several."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    raw.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    fast = PreTrainedTokenizerFast(tokenizer_object=raw)
-    if is_fast:
-        return fast
+def slow_tokenizer() -> Any:
+    """One without a streaming decoder of its own."""
+    fast = byte_tokenizer()
 
     class Slow:
         is_fast = False
@@ -609,9 +535,9 @@ def byte_tokenizer(*, is_fast: bool) -> Any:
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_never_half_a_character(is_fast: bool) -> None:
-    tokenizer = byte_tokenizer(is_fast=is_fast)
+    tokenizer = byte_tokenizer() if is_fast else slow_tokenizer()
     text = "naïve – 猫は🐈 ok"
-    ids = byte_tokenizer(is_fast=True)(text)["input_ids"]
+    ids = byte_tokenizer()(text)["input_ids"]
     stream = TextStream(tokenizer, ids[:2])
     pieces = [stream.step(token) for token in ids[2:]]
     assert "".join(pieces) == text[2:]

@@ -138,7 +138,7 @@ def test_windows_bound_what_a_sequence_needs() -> None:
     assert shape.capacity() is None
     assert MemberShape(4, 4, num_retained=9).capacity() == 12
     assert MemberShape(4, 12).capacity() == 44
-    assert Scheduler([shape, MemberShape(4, 12)], 8, 4).capacity == 44
+    assert Scheduler([shape, MemberShape(4, 12)], 8, 4).capacity() == 44
 
 
 def test_samples_take_the_slots_that_were_kept_for_them() -> None:
@@ -158,6 +158,26 @@ def test_samples_take_the_slots_that_were_kept_for_them() -> None:
     assert planner.has_slot
 
 
+def test_a_party_that_has_the_pool_to_itself_is_stuck() -> None:
+    """Beams do not preempt each other: none of them could go on without the others."""
+    planner = scheduler(sequences=8)
+    entry = running(planner, 0, 9, 8)
+    planner.fork(entry, 5, is_party=True)
+    assert planner.is_alone and planner.plan([1]).stuck in (0, 5)
+    stranger = added(planner, 9, 9)
+    planner.admit(stranger, 8)
+    assert not planner.is_alone and planner.plan([1]).preempt == 9
+
+
+def test_sequences_that_share_only_a_prompt_share_the_rest_of_the_pool() -> None:
+    shape = MemberShape(4, 20)
+    assert shape.capacity(1, 9) == 4 * 19
+    assert shape.capacity(4, 9) == 4 * (2 + (20 - 2 - 4) // 4)  # two blocks shared, one each kept for a copied tail
+    assert shape.capacity(4, 79) == 4 * 19 - 4  # less than the prompt: refused
+    assert MemberShape(4, 20, num_retained=9).capacity(4) is None
+    assert MemberShape(4, 19, num_retained=9).capacity(4) == 12
+
+
 # --- a simulation -----------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +189,7 @@ def test_every_request_finishes_whatever_the_pool(seed: int, num_retained: int |
     num_blocks = chance.randrange(6, 40)
     shape = MemberShape(4, num_blocks, num_retained)
     planner = Scheduler([shape], chance.randrange(3, 20), chance.randrange(1, 6))
-    longest = min(planner.capacity or 60, 60)
+    longest = min(planner.capacity() or 60, 60)
     wanted: dict[int, int] = {}
     held: dict[int, int] = {}
     served: set[int] = set()

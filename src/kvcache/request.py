@@ -13,9 +13,9 @@ too, where pinned blocks leave no room for the rest of a prompt.)
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 from kvcache.errors import CorruptState, KVCacheError
 from kvcache.spec import Match, integer
@@ -80,6 +80,11 @@ class SamplingParams:
     stop: texts that end the output, not part of it. stop_token_ids: tokens that do; ignore_eos: the model's own do not.
     logprobs: log-probabilities of the chosen token and of this many likeliest ones; None: none at all.
     n: completions; best_of: how many are sampled to choose the n likeliest from (at least n; None: n).
+    logit_bias: added to the logits of these tokens, before penalties; -100 all but forbids a token, 100 all but
+    forces it.
+    num_beams: above 1, beam search as transformers' `generate` has it; the n best are returned. length_penalty: a
+    beam's score is divided by its length to this power. early_stopping: True ends at `num_beams` finished beams, False
+    when better ones are unlikely, "never" when they are impossible.
     context_shift: when the context is full, forget half of it instead of ending, but keep the first `keep` tokens.
     """
 
@@ -98,6 +103,10 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     context_shift: bool = False
     keep: int = 0
 
@@ -127,6 +136,33 @@ class SamplingParams:
         if self.best_of is not None and integer(self.best_of, "best_of", minimum=1) < self.n:
             raise ValueError(f"best_of is {self.best_of} and n is {self.n}; expected best_of of at least n")
         integer(self.keep, "keep")
+        bias = {
+            integer(token, "a token in logit_bias"): _fraction(value, f"logit_bias of token {token}", -100.0, 100.0)
+            for token, value in dict(self.logit_bias).items()
+        }
+        object.__setattr__(self, "logit_bias", bias)
+        _fraction(self.length_penalty, "length_penalty", -10.0, 10.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f"early_stopping is {self.early_stopping!r}; expected True, False or 'never'")
+        if integer(self.num_beams, "num_beams", minimum=1) > 1:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.temperature != 0.0:
+            raise ValueError(
+                f"temperature is {self.temperature} and num_beams {self.num_beams}; expected 0: beams are searched, "
+                f"not drawn"
+            )
+        if self.n > self.num_beams:
+            raise ValueError(f"n is {self.n} and num_beams {self.num_beams}; expected at least as many beams")
+        if self.best_of is not None or self.context_shift:
+            what = "context_shift" if self.context_shift else f"best_of={self.best_of}"
+            raise ValueError(f"{what} does not go with num_beams={self.num_beams}; leave it out")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the request may run at a time."""
+        return self.num_beams if self.num_beams > 1 else self.num_samples
 
     @property
     def num_samples(self) -> int:
@@ -225,7 +261,8 @@ class Completion:
 
     finish_reason: "stop" (end token or stop text), "length" (max_tokens, or the context is full), "abort".
     cached_tokens: how many of the prompt's tokens were not computed. time_to_first_token, seconds: since the request
-    was added; the first is `seconds` where no token came. match: why not more of the prompt was cached.
+    was added; the first is `seconds` where no token came. match: why not more of the prompt was cached. score: of a
+    beam, its log-probability over its length to the power of `length_penalty`; None without beams.
     """
 
     text: str
@@ -240,6 +277,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     match: Match | None = None
     num_preemptions: int = 0
+    score: float | None = None
 
 
 @final

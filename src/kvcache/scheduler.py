@@ -12,7 +12,8 @@ preempted when the pool is short. Why this cannot deadlock:
 
 * a request is admitted only when its whole prompt fits beside what runs; one that would not fit alone never gets here;
 * the first in order never waits for those behind it: they are preempted for it, last first, down to it alone;
-* a step in which requests run and none can compute preempts the last of them.
+* a step in which requests run and none can compute preempts the last of them;
+* the beams of one request are a party: they come, and leave, together, so none waits for one that cannot come back.
 
 Preempted requests keep their tokens and compute them again: they wait where their arrival puts them.
 """
@@ -53,12 +54,16 @@ class MemberShape:
             return needed
         return min(needed, -(-(self.num_retained + max_batch) // self.block_size) + 2)
 
-    def capacity(self) -> int | None:
-        """Tokens of the longest sequence that fits alone; None: any. One block is left for copying a tail."""
+    def capacity(self, num_sequences: int = 1, num_shared: int = 0) -> int | None:
+        """Tokens of the longest sequence that fits alone; None: any. One block is left for copying a tail.
+
+        `num_sequences` of them: each as long, only the first `num_shared` tokens being the same.
+        """
         retained, size = self.num_retained, self.block_size
-        if retained is not None and self.num_blocks >= -(-(retained + 1) // size) + 2:
+        if retained is not None and self.num_blocks >= num_sequences * (-(-(retained + 1) // size) + 2):
             return None
-        return max(0, self.num_blocks - 1) * size
+        shared = num_shared // size if num_sequences > 1 else 0
+        return max(0, shared + (self.num_blocks - shared - num_sequences) // num_sequences) * size
 
 
 @final
@@ -68,7 +73,7 @@ class Entry:
 
     num_tokens: known ones, to be computed; num_computed: of them, in the cache. num_slots: sequences that it may become
     (parallel samples). copies_tail: its last block is shared and not full. stops: positions at which a step must end.
-    num_drafts: guesses that the next step checks besides.
+    num_drafts: guesses that the next step checks besides. party: equal for sequences that leave only together.
     """
 
     number: int
@@ -80,7 +85,12 @@ class Entry:
     copies_tail: bool = False
     stops: tuple[int, ...] = ()
     num_drafts: int = 0
+    party: int = -1
     state: State = State.WAITING
+
+    def __post_init__(self) -> None:
+        if self.party < 0:
+            self.party = self.number
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -140,9 +150,15 @@ class Scheduler:
         return sum(self.entries[number].num_slots for _, number in self._running) < self.max_sequences
 
     @property
-    def capacity(self) -> int | None:
-        """Tokens of the longest sequence that fits alone; None: any."""
-        return min((c for member in self.members if (c := member.capacity()) is not None), default=None)
+    def is_alone(self) -> bool:
+        """Whether no more than one sequence runs, or those of one party."""
+        ends = {self.entries[number].party for _, number in (*self._running[:1], *self._running[-1:])}
+        return len(ends) < 2  # those of one party follow each other
+
+    def capacity(self, num_sequences: int = 1, num_shared: int = 0) -> int | None:
+        """Tokens of the longest sequence that fits alone, or of so many with a common beginning; None: any."""
+        found = (member.capacity(num_sequences, num_shared) for member in self.members)
+        return min((tokens for tokens in found if tokens is not None), default=None)
 
     def add(self, entry: Entry) -> None:
         """A new request, which waits."""
@@ -184,8 +200,8 @@ class Scheduler:
         entry.state = advance(entry.state, Action.COMPUTED)
         entry.stops = ()
 
-    def fork(self, entry: Entry, number: int) -> Entry:
-        """A copy of a running sequence, running too; it takes one of its slots."""
+    def fork(self, entry: Entry, number: int, *, is_party: bool = False) -> Entry:
+        """A copy of a running sequence, running too; it takes one of its slots, and joins its party or founds one."""
         entry.num_slots -= 1
         entry.copies_tail = True
         copy = Entry(
@@ -195,6 +211,7 @@ class Scheduler:
             entry.num_tokens,
             entry.num_computed,
             copies_tail=True,
+            party=entry.party if is_party else number,
             state=entry.state,
         )
         self.entries[number] = copy
@@ -209,7 +226,7 @@ class Scheduler:
         prefills = [entry for entry in running if entry.num_missing > 1]
         for entry in decodes[:budget]:
             if not self._take(entry, 1, left):
-                return self._short(running, entry)
+                return self._short(entry)
             num_drafts = min(entry.num_drafts, budget - len(decodes) - len(prefills))
             while num_drafts > 0 and not self._take(entry, 1 + num_drafts, left, taken=1):
                 num_drafts -= 1
@@ -222,7 +239,7 @@ class Scheduler:
                 plan.slices.append(Slice(entry.number, count))
                 budget -= count
         if running and not plan.slices:
-            return self._short(running, running[0])
+            return self._short(running[0])
         return plan
 
     def leave(self, number: int, action: Action) -> None:
@@ -266,8 +283,6 @@ class Scheduler:
             left[index] -= blocks
         return True
 
-    def _short(self, running: Sequence[Entry], entry: Entry) -> Plan:
+    def _short(self, entry: Entry) -> Plan:
         """No room for `entry`: the last one leaves, or it has the pool to itself and is stuck."""
-        if len(running) == 1:
-            return Plan(stuck=entry.number)
-        return Plan(preempt=running[-1].number)
+        return Plan(stuck=entry.number) if self.is_alone else Plan(preempt=self.last_running())

@@ -64,7 +64,7 @@ def core(loaded: Loaded, options: Options) -> Core:
         namespace = namespace_of(loaded.fingerprint, formats, size, layout.layers)
         prefixes = Prefixes(members, namespace, size)
     scheduler = Scheduler(shapes, options.max_batch, options.max_sequences)
-    bounds = [bound for bound in (length, scheduler.capacity) if bound is not None]
+    bounds = [bound for bound in (length, scheduler.capacity()) if bound is not None]
     return Core(
         Runner(model, cache, layout=layout),
         scheduler,

@@ -16,13 +16,14 @@ from typing import Any, final
 from torch import Tensor
 
 from kvcache.caches import Cache, CausalCache
+from kvcache.engine.beams import BeamSearch
 from kvcache.engine.drafts import Drafter
 from kvcache.engine.metrics import Counts
 from kvcache.engine.prefixes import Prefixes
 from kvcache.engine.sample import Group, Sample
 from kvcache.engine.sampler import Choice, Chooser, greedy
 from kvcache.engine.shift import num_discarded
-from kvcache.engine.text import StopTexts, TextStream, token_text
+from kvcache.engine.text import StopFinder, StopTexts, TextStream, token_text, whole_text
 from kvcache.errors import CacheFull, CorruptState, NotSupported
 from kvcache.hf.runner import EncoderStates, Runner, Work
 from kvcache.request import Action, Event, Finished, Logprob, Request, State, Token, TokenLogprobs
@@ -79,8 +80,10 @@ class Core:
         if self.prefixes is not None:
             self.prefixes.begin(sample)
         self.groups[request.id] = group
+        if request.params.num_beams > 1:
+            group.search = self._search_of(sample)
         number = sample.number
-        entry = Entry(number, request.priority, number, len(tokens), num_slots=request.params.num_samples)
+        entry = Entry(number, request.priority, number, len(tokens), num_slots=request.params.num_sequences)
         self.scheduler.add(entry)
         self.may_admit = True
         self.counts.num_requests += 1
@@ -103,7 +106,8 @@ class Core:
         """End all outputs of a request now."""
         now = time.perf_counter()
         for sample in list(group.samples.values()):
-            self.finish(sample, "abort", Action.ABORT, now, self.undelivered)
+            if sample.number in self.samples:  # beams end together
+                self.finish(sample, "abort", Action.ABORT, now, self.undelivered)
 
     def probe(self, request: Request, tokens: list[int]) -> Sample:
         """A prompt to ask the index about; nobody schedules it."""
@@ -181,8 +185,8 @@ class Core:
         limit = self.limit
         samples, counts = [], []
         for number, entry in self.scheduler.entries.items():
-            if entry.state is State.DECODE and entry.num_missing == 1:
-                sample = self.samples[number]
+            sample = self.samples[number]
+            if entry.state is State.DECODE and entry.num_missing == 1 and sample.group.search is None:
                 room = sample.request.params.max_tokens - sample.num_generated - 1
                 if limit is not None:
                     room = min(room, limit - len(sample.tokens) - 1)
@@ -212,7 +216,7 @@ class Core:
             # The plan counts blocks; tables with holes, or that begin inside a block, may need one more than that.
             if any(part.num_drafts for part in plan.slices):
                 self._may_draft = False
-            elif self.scheduler.num_running == 1:
+            elif self.scheduler.is_alone:
                 last = self.samples[self.scheduler.last_running()]
                 self.finish(last, "length", Action.FINISH, time.perf_counter(), self.undelivered)
             else:
@@ -236,8 +240,11 @@ class Core:
                 continue
             if is_prefill:
                 self.scheduler.computed(entry)
-            for own in (sample, *self._forked(sample, entry)):
-                self._extend(own, logits[row:], likeliest[row:], events)
+            if sample.group.search is not None:
+                self._advance(sample.group, sample.index, logits[row], events)
+            else:
+                for own in (sample, *self._forked(sample, entry)):
+                    self._extend(own, logits[row:], likeliest[row:], events)
             row += 1 + part.num_drafts
 
     # --- what happens to a request ------------------------------------------------------------------------------------
@@ -321,8 +328,11 @@ class Core:
 
     def finish(self, sample: Sample, reason: str, action: Action, now: float, events: list[Event]) -> None:
         """The sequence leaves; what it computed stays for others as long as there is room."""
-        self._leave(sample, action)
         group = sample.group
+        if group.search is not None:
+            self._finish_beams(group, group.search, reason, action, now, events)
+            return
+        self._leave(sample, action)
         del self.samples[sample.number], group.samples[sample.index]
         self.counts.num_finished[reason] += 1
         completion = sample.completion(reason, now)
@@ -340,7 +350,10 @@ class Core:
     def _preempt(self, number: int) -> None:
         """It leaves the pool with all its tokens known, and computes them again later."""
         sample = self.samples[number]
-        self._leave(sample, Action.PREEMPT)
+        if sample.group.search is not None:
+            sample = self._folded(sample.group, sample.group.search)
+        else:
+            self._leave(sample, Action.PREEMPT)
         sample.num_preemptions += 1
         self.counts.num_preemptions += 1
 
@@ -366,6 +379,113 @@ class Core:
             self.scheduler.fork(entry, own.number)
             made.append(own)
         return made
+
+    # --- beams --------------------------------------------------------------------------------------------------------
+
+    def _search_of(self, sample: Sample) -> BeamSearch:
+        """A search whose outputs fit whatever happens, even where they share nothing but their prompt."""
+        params = sample.request.params
+        room = self.limit_of(params.num_beams, sample.num_prompt)
+        most = params.max_tokens if room is None else min(params.max_tokens, room - sample.num_prompt)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_tokens)
+        finder = StopFinder(self._tokenizer, params.stop)
+        return BeamSearch(params, sample.chooser, sample.tokens, most=most, ends=ends, has_stopped=finder.is_in)
+
+    def limit_of(self, num_sequences: int, num_prompt: int) -> int | None:
+        """Tokens that each of so many sequences of one prompt may have; None: any."""
+        bounds = (self.limit, self.scheduler.capacity(num_sequences, num_prompt))
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def _advance(self, group: Group, place: int, logits: Tensor, events: list[Event]) -> None:
+        """A place of a search is computed; when all are, every beam goes on by a token."""
+        search, first = group.search, group.samples[0]
+        assert search is not None
+        if len(group.samples) < len(search.beams):  # what the beams have in common is computed again
+            self._unfold(group, search)
+            return
+        search.rows[place] = logits
+        if len(search.rows) < len(group.samples):
+            return
+        children = search.advance()
+        now = time.perf_counter()
+        first.first_token = first.first_token or now
+        if search.is_done:
+            self.finish(first, "length", Action.FINISH, now, events)
+            return
+        for child in children:
+            if child.place != child.parent:
+                self._copy(group.samples[child.parent], child.place, self._entry(group, child.parent).num_computed)
+        for number, child in enumerate(children):
+            sample, entry = group.samples[child.place], self._entry(group, child.place)
+            sample.tokens.append(child.token)
+            sample.generated = list(search.beams[number].tokens)
+            entry.num_tokens += 1
+
+    def _copy(self, source: Sample, place: int, length: int) -> None:
+        """Place `place` becomes the first `length` tokens of `source`, by reference."""
+        entry, own = self.scheduler.entries[source.number], source.group.samples.get(place)
+        if own is None:
+            own = self._sample(source.group, place, [], source.num_prompt)
+            copy = self.scheduler.fork(entry, own.number, is_party=True)
+        else:
+            copy = self.scheduler.entries[own.number]
+        self.cache.copy_prefix(source.number, own.number, length)
+        own.tokens = source.tokens[:length]
+        own.chain = source.chain.copy() if source.chain is not None else None
+        own.num_published = source.num_published
+        copy.num_tokens = copy.num_computed = length
+        entry.copies_tail = copy.copies_tail = True
+
+    def _folded(self, group: Group, search: BeamSearch) -> Sample:
+        """All beams leave; what they have in common waits, as one sequence, to be computed again."""
+        first, *others = group.samples.values()
+        for sample in others:
+            self._leave(sample, Action.FINISH)
+            del self.samples[sample.number], group.samples[sample.index]
+        self._leave(first, Action.PREEMPT)
+        search.rows.clear()
+        entry = self.scheduler.entries[first.number]
+        first.tokens = search.common()
+        entry.num_tokens, entry.num_slots = len(first.tokens), search.num_places
+        if self.prefixes is not None:
+            self.prefixes.begin(first)
+        return first
+
+    def _unfold(self, group: Group, search: BeamSearch) -> None:
+        """The beams part again after what they have in common; each computes the rest of its own."""
+        first, length = group.samples[0], len(group.samples[0].tokens)
+        search.places = list(range(len(search.beams)))
+        for place in search.places[1:]:
+            self._copy(first, place, length)
+        for place in search.places:
+            sample = group.samples[place]
+            sample.tokens = search.tokens(place)
+            sample.generated = list(search.beams[place].tokens)
+            self._entry(group, place).num_tokens = len(sample.tokens)
+
+    def _finish_beams(
+        self, group: Group, search: BeamSearch, reason: str, action: Action, now: float, events: list[Event]
+    ) -> None:
+        """The request leaves with its best beams."""
+        first = group.samples[0]
+        for sample in list(group.samples.values()):
+            self._leave(sample, action)
+            del self.samples[sample.number], group.samples[sample.index]
+        del self.groups[group.request.id]
+        best = search.best(group.request.params.n, reason)
+        for index, beam in enumerate(best):
+            first.generated = list(beam.tokens)
+            first.text = [whole_text(self._tokenizer, search.prompt, beam.tokens, group.request.params.stop)]
+            first.logprobs = []
+            for choice in beam.choices:
+                self._logprobs(first, choice)
+            done = replace(first.completion(beam.reason, now), index=index, score=beam.score)
+            self.counts.num_generated_tokens += len(beam.tokens)
+            self.counts.num_finished[beam.reason] += 1
+            events.append(Finished(done, group.request.id, index, is_last=index == len(best) - 1))
+
+    def _entry(self, group: Group, place: int) -> Entry:
+        return self.scheduler.entries[group.samples[place].number]
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 

@@ -170,12 +170,13 @@ class Engine:
             raise ValueError(f"request {request.id!r} is under way; expected an id of its own")
         tokens, params = self._tokens_of(request), request.params
         most = self._core.scheduler.max_sequences
-        if params.num_samples > most:
+        if params.num_sequences > most:
             raise ValueError(
-                f"request {request.id!r} asks for {params.num_samples} outputs and {most} "
+                f"request {request.id!r} asks for {params.num_sequences} outputs and {most} "
                 f"sequences may run; expected no more: raise max_sequences"
             )
-        limit, what = self._limit()
+        self._check_words(request.id, params)
+        limit, what = self._limit(params.num_beams, len(tokens))
         if limit is not None and len(tokens) >= limit:
             raise RequestRefused(request.id, len(tokens) + 1, limit, what)
         self._core.begin(request, tokens)
@@ -307,12 +308,26 @@ class Engine:
                 raise ValueError(f"MediaInput.index is {entry.index} in a prompt of {len(tokens)} tokens")
         return tokens
 
-    def _limit(self) -> tuple[int | None, str]:
-        """Tokens that one sequence may have, and what says so."""
-        room = self._core.scheduler.capacity
+    def _check_words(self, request_id: str, params: SamplingParams) -> None:
+        """What is said of single tokens must be true of this vocabulary."""
+        highest = max(params.logit_bias, default=0)
+        if highest >= self._vocabulary:
+            raise ValueError(
+                f"logit_bias of request {request_id!r} names token {highest}; expected ids below {self._vocabulary}, "
+                f"the model's vocabulary"
+            )
+        if 2 * params.num_beams > self._vocabulary:
+            raise ValueError(
+                f"request {request_id!r} has num_beams={params.num_beams}; expected at most half the vocabulary, "
+                f"{self._vocabulary // 2}"
+            )
+
+    def _limit(self, num_beams: int, num_prompt: int) -> tuple[int | None, str]:
+        """Tokens that each sequence of a request may have, and what says so."""
+        room = self._core.scheduler.capacity(num_beams, num_prompt)
         if self.max_length is not None and (room is None or self.max_length <= room):
             return self.max_length, "the model's context"
-        return room, "the cache"
+        return room, "the cache" if num_beams == 1 else f"the cache, divided among {num_beams} beams,"
 
     def _events_of(self, ids: set[str]) -> Iterator[Event]:
         """Step until these requests are done. Events of others wait for whoever steps next."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from kvcache.engine.beams import BeamSearch
 from kvcache.engine.sampler import Chooser
 from kvcache.engine.text import StopTexts, TextStream
 from kvcache.prefix import Chain
@@ -18,10 +19,14 @@ __all__ = ["Group", "Sample"]
 @final
 @dataclass(slots=True, eq=False)
 class Group:
-    """A request and its outputs. `finished` holds back those of `best_of`, until it is known which are best."""
+    """A request and its outputs. `finished` holds back those of `best_of`, until it is known which are best.
+
+    search: of beams; its samples are then places for them, the first of which is there from beginning to end.
+    """
 
     request: Request
     added: float
+    search: BeamSearch | None = None
     samples: dict[int, Sample] = field(default_factory=dict)
     finished: list[tuple[float, Completion]] = field(default_factory=list)
 

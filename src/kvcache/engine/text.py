@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
-__all__ = ["Piece", "StopTexts", "TextStream", "token_text"]
+__all__ = ["Piece", "StopFinder", "StopTexts", "TextStream", "token_text", "whole_text"]
 
 CONTEXT = 8
 """Tokens of the prompt that the decoder sees: whether a word begins with a space depends on what came before."""
@@ -91,6 +91,35 @@ class StopTexts:
         """What was held back: no stop text will come any more."""
         held, self._held = self._held, ""
         return held
+
+
+@final
+class StopFinder:
+    """Whether a stop text is in an output whose shorter beginnings had none: its last tokens tell."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        longest = max((len(stop.encode()) for stop in stops), default=0)
+        self._count = CONTEXT + longest  # a token is a byte at least
+
+    def is_in(self, tokens: Sequence[int]) -> bool:
+        """Whether one has come by now."""
+        if not self._stops or self._tokenizer is None:
+            return False
+        text = self._tokenizer.decode(list(tokens[-self._count :]), skip_special_tokens=True)
+        return any(stop in text for stop in self._stops)
+
+
+def whole_text(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int], stops: Sequence[str]) -> str:
+    """The text of a whole output after its prompt, up to the first stop text."""
+    stream, finder, text = TextStream(tokenizer, prompt), StopTexts(stops), ""
+    for token in tokens:
+        piece = finder.feed(stream.step(token))
+        text += piece.text
+        if piece.stopped:
+            return text
+    return text + finder.flush()
 
 
 def token_text(tokenizer: Any, token: int) -> str:
