@@ -4,6 +4,7 @@
 #   make test COVERAGE=1        the same, with branch coverage
 #   make test PYTEST_ARGS="-k causal"
 #   make bench                  what the bookkeeping costs
+#   make sanitize               the CPU kernel's tests under address and undefined-behaviour sanitizers
 #   make format                 let ruff rewrite the sources
 VENV ?= .venv
 PYTHON ?= python3
@@ -16,7 +17,7 @@ pip := $(bin)/python -m pip --disable-pip-version-check install --quiet --constr
 sources := $(shell find src -name __pycache__ -prune -o -print)
 coverage := $(if $(COVERAGE),--cov=kvcache --cov-report=term-missing)
 
-.PHONY: help demo test bench format clean
+.PHONY: help demo test bench sanitize format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +36,14 @@ test: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-demo
 	$(bin)/kvcache bench bookkeeping
+
+# The sanitizers' runtimes must come before everything else in the process, and PyTorch leaks on purpose.
+sanitize: $(VENV)/.installed-dev
+	KVCACHE_HOME=build/sanitize \
+	KVCACHE_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g" \
+	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 \
+	$(bin)/python -m pytest --config-file=pyproject.toml -q tests/test_kernels_cpu.py tests/contracts/test_kernels.py
 
 format: $(VENV)/.installed-dev
 	$(bin)/ruff check --fix

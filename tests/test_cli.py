@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from families import FAMILIES
+from kvcache.cli import main
 from kvcache.cli.app import app
 from kvcache.cli.conversation import Conversation
 from kvcache.hf.loading import load
@@ -181,3 +182,22 @@ def test_bench_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row["num_tokens"] for row in report["bookkeeping"]} == {1024, 2048}
     assert all(row["seconds"] > 0 for row in report["bookkeeping"])
     assert report["machine"]
+
+
+def test_build_says_what_it_made_and_where() -> None:
+    for _ in range(2):
+        done = CliRunner().invoke(app, ["build"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "there already: " in done.stdout
+    assert Path(done.stdout.strip().rpartition(" ")[2]).is_file()
+
+
+def test_build_without_a_compiler_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["kvcache", "build"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert "'no-such-compiler' is not on the PATH" in capsys.readouterr().err

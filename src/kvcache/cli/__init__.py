@@ -1,4 +1,4 @@
-"""The command `kvcache`: `run`, `serve`, `bench`. Parses and prints; the work is in the files beside it and below."""
+"""The command `kvcache`: `run`, `serve`, `build`, `bench`. Parses and prints; the work is beside it and below."""
 
 from __future__ import annotations
 

@@ -95,6 +95,20 @@ def serve(
 
 
 @app.command()
+def build(
+    isa: Annotated[
+        Literal["avx512", "avx2", "scalar"] | None, typer.Option(help="Instruction set [default: the best here]")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what the compiler says.")] = False,
+) -> None:
+    """Compile the CPU kernel for this machine now, not when it is first needed."""
+    from kvcache.kernels.cpu_build import build as compiled
+
+    found = compiled(isa=isa, verbose=verbose)
+    print(f"{found.isa}, {f'compiled in {found.seconds:.0f} s' if found.seconds else 'there already'}: {found.path}")
+
+
+@app.command()
 def bench(
     name: Annotated[_Table, typer.Argument(help="What to measure.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

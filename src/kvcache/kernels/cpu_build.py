@@ -1,7 +1,7 @@
 """The build of the CPU kernel: C++ compiled for this very machine, once.
 
 `torch.utils.cpp_extension` compiles `cpu.cpp` and the headers in `cpp/`, on first use (about 10 s) or ahead of time by
-`build`. The library is kept in
+`kvcache build`. The library is kept in
 
     $KVCACHE_HOME, else $XDG_CACHE_HOME/kvcache, else ~/.cache/kvcache
         kernels/cpu-<isa>-<digest of the sources, flags, versions and CPU>/*.so
@@ -13,11 +13,8 @@
 | `avx2`      | -march=native -mno-avx512f       | AVX2, FMA, F16C                                       |
 | `scalar`    | -march=native -DKVCACHE_PORTABLE | vector types that any compiler turns into what it has |
 
-Without a compiler one warning is logged. Address and undefined-behaviour sanitizers run over the kernel's tests with
-
-    KVCACHE_HOME=build/sanitize KVCACHE_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g" \
-    LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libubsan.so)" \
-    ASAN_OPTIONS=detect_leaks=0 python -m pytest tests/test_kernels_cpu.py tests/contracts/test_kernels.py
+Without a compiler one warning is logged. `make sanitize` runs the kernel's tests under address and undefined-behaviour
+sanitizers.
 """
 
 from __future__ import annotations
@@ -35,6 +32,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from kvcache.errors import NotSupported
 
 __all__ = ["ISAS", "Built", "build", "is_loaded", "operators"]
 
@@ -73,7 +72,7 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     """Compiles the kernel for this machine, unless it is there already, and loads it.
 
     isa: one of `ISAS`; `None`: what `KVCACHE_ISA` names, else the best. verbose: show the compiler's output.
-    Raises `ValueError` for an unknown isa and `RuntimeError` when it cannot be compiled, with the compiler's words.
+    Raises `ValueError` for an unknown isa and `NotSupported` when it cannot be compiled, with the compiler's words.
     """
     name = _isa_name(isa)
     folder = _folder(name)
@@ -87,7 +86,7 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     library = getattr(torch.ops, _namespace(folder))
     found = library.isa()
     if name == "avx512" and not found.startswith("avx512"):
-        raise RuntimeError(f"KVCACHE_ISA is 'avx512' and this CPU ({_cpu()}) has no AVX-512; unset it, or name avx2")
+        raise NotSupported(f"KVCACHE_ISA is 'avx512' and this CPU ({_cpu()}) has no AVX-512; unset it, or name avx2")
     if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() and library.set_brgemm(True):
         found += "+amx"
     _loaded[name] = library
@@ -145,7 +144,7 @@ def _compile(isa: str, target: Path, verbose: bool) -> None:
     folder = target.parent
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise RuntimeError(f"there is no C++ compiler ({compiler!r} is not on the PATH; apt install g++, or set CXX)")
+        raise NotSupported(f"there is no C++ compiler ({compiler!r} is not on the PATH; apt install g++, or set CXX)")
     from torch.utils import cpp_extension
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +165,7 @@ def _compile(isa: str, target: Path, verbose: bool) -> None:
         )
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise RuntimeError(f"the CPU kernel could not be compiled: {error}") from error
+        raise NotSupported(f"the CPU kernel could not be compiled: {error}") from error
     finally:
         os.environ["PATH"] = path
     if folder.exists() and not target.exists():
@@ -190,7 +189,7 @@ def operators() -> Any:
     if found is None:
         try:
             build()
-        except (OSError, RuntimeError) as error:
+        except (OSError, NotSupported) as error:
             _log.warning("%s; PyTorch's operators are used instead, which are slower", error)
             _loaded[name] = str(error)
         found = _loaded[name]
