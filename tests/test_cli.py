@@ -179,9 +179,11 @@ def test_bench_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.bench.bookkeeping.ROUNDS", 2)
     done = CliRunner().invoke(app, ["bench", "bookkeeping", "--json"], catch_exceptions=False)
     report = json.loads(done.stdout)
-    assert {row["num_tokens"] for row in report["bookkeeping"]} == {1024, 2048}
-    assert all(row["seconds"] > 0 for row in report["bookkeeping"])
-    assert report["machine"]
+    (table,) = report["tables"]["bookkeeping"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    assert {row["tokens each"] for row in rows} == {1024, 2048}
+    assert all(row["ms"] > 0 for row in rows)
+    assert report["machine"]["name"]
 
 
 def test_build_says_what_it_made_and_where() -> None:

@@ -10,11 +10,12 @@ import time
 from statistics import median
 from typing import NamedTuple
 
+from kvcache.bench.table import Cell, Table
 from kvcache.caches import Cache, CausalCache, HybridCache
 from kvcache.spans import Full, Sliding
 from kvcache.spec import Batch
 
-__all__ = ["Row", "measure"]
+__all__ = ["Row", "measure", "tables"]
 
 NUM_SEQUENCES = 16
 LENGTHS = (1024, 4096, 32768)
@@ -49,6 +50,17 @@ def measure() -> list[Row]:
                     times[length].append(time.perf_counter() - begin)
             rows += [Row(name, block_size, NUM_SEQUENCES, length, median(times[length])) for length in LENGTHS]
     return rows
+
+
+def tables() -> list[Table]:
+    """The rows of `measure`, with each length's time beside that of the shortest."""
+    rows: list[tuple[Cell, ...]] = []
+    shortest = 0.0
+    for row in measure():
+        shortest = row.seconds if row.num_tokens == LENGTHS[0] else shortest
+        rows.append((row.cache, row.block_size, row.num_tokens, row.seconds * 1e3, row.seconds / shortest))
+    columns = ("cache", "block size", "tokens each", "ms", "time to that of the shortest")
+    return [Table(f"start_forward, one token for each of {NUM_SEQUENCES} sequences", columns, rows)]
 
 
 def _make(name: str, block_size: int) -> Cache:

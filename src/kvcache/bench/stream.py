@@ -15,6 +15,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from kvcache import backends
 from kvcache.bench.machine import cache_bytes
 from kvcache.bench.timing import Visit, timed
 
@@ -44,7 +45,9 @@ class Stream:
 
     def __init__(self, num_bytes: int | None = None) -> None:
         self.num_bytes = (num_bytes or max(MIN_BYTES, CACHES * cache_bytes())) // 16 * 16
-        words = torch.ones(self.num_bytes // 8, dtype=torch.int64)  # written, so that every page is there
+        # Memory as caches have it (huge pages), and written, so that every page is there.
+        memory: Tensor = backends.create("torch").zeros((self.num_bytes // 4,), "f32", 0)
+        words = memory.fill_(1).view(torch.int64)
         visits = {reader.name: timed(partial(reader.read, words)) for reader in _READERS}
         times = {name: min(visit(3)) for name, visit in visits.items()}
         self.reader = min(times, key=times.__getitem__)

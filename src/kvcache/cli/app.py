@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from enum import StrEnum
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 __all__ = ["app"]
 
@@ -21,7 +17,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Dtype = Literal["f32", "f16", "bf16", "fp8_e4m3", "q8_0", "q4_0"]
-_Table = StrEnum("_Table", ["bookkeeping"])
 
 
 @app.command()
@@ -110,23 +105,19 @@ def build(
 
 @app.command()
 def bench(
-    name: Annotated[_Table, typer.Argument(help="What to measure.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME [FILE]", help="What to measure, or all; and the file that --json writes."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, to FILE or to standard output.")] = False,
+    plot: Annotated[str | None, typer.Option(metavar="FILE.svg", help="Draw attention: roofline and scaling.")] = None,
+    note: Annotated[str | None, typer.Option(help="What a reader of the JSON should know about the run.")] = None,
 ) -> None:
-    """Measure, and print a table with the machine's name."""
-    from kvcache.bench.bookkeeping import measure
-    from kvcache.bench.machine import machine
+    """Measure, and print tables with the machine's name. Without a name: what there is to measure."""
+    from kvcache.cli.bench import asked, names_with_help
+    from kvcache.cli.bench import bench as start
 
-    assert name is _Table.bookkeeping  # the only one so far
-    rows = measure()
-    if as_json:
-        print(json.dumps({"machine": machine(), name: [row._asdict() for row in rows]}, indent=1))
+    if not arguments:
+        typer.echo(names_with_help())
         return
-    table = Table(title=f"start_forward, one token for each of {rows[0].num_sequences} sequences\n{machine()}")
-    for heading in ("cache", "block size", "tokens each", "ms", "ratio to shortest"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
-    for row in rows:
-        first = next(r for r in rows if (r.cache, r.block_size) == (row.cache, row.block_size))
-        ratio = row.seconds / first.seconds
-        table.add_row(row.cache, f"{row.block_size}", f"{row.num_tokens}", f"{row.seconds * 1e3:.3f}", f"{ratio:.2f}")
-    Console().print(table)
+    start(asked(arguments, as_json=as_json, plot=plot, note=note))

@@ -1,0 +1,358 @@
+"""Attention over paged keys and values: how near to the speed of memory, and beside whom.
+
+    limits      what the machine can do: bytes read and bf16 products per second
+    decode      one query per sequence: bytes per second, which is all that counts
+    formats     the same tokens in fewer bytes, and what that costs in precision
+    prefill     many queries: products per second
+    blocks      what small blocks cost
+    contexts    one sequence, longer and longer; batches: more and more sequences; windows: a fixed number of tokens
+
+Everything goes through `Kernel.attend`, as the engine's layers do; plans are made before, as a pass makes them once for
+all its layers, and vLLM's likewise. Bytes are those that must move: visible rows, queries and results, each once.
+Shares of the stream limit compare with the stream that took its turn among the same contenders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvcache import backends, formats, kernels
+from kvcache.bench.paged import Case, Heads, Paged, Pool, make_batch, paged_visit
+from kvcache.bench.peers import PEERS, inputs, peer
+from kvcache.bench.stream import Stream
+from kvcache.bench.table import Cell, Table
+from kvcache.bench.timing import Effort, Visit, alternate, timed
+from kvcache.bench.vllm import Vllm
+from kvcache.formats import Stored
+from kvcache.kernels.reference import ReferenceKernel
+
+__all__ = ["ALL_PEERS", "OURS", "STREAM", "VLLM", "Sizes", "tables"]
+
+OURS, STREAM, VLLM = "kvcache", "stream", "vLLM"
+ALL_PEERS = (*PEERS, VLLM)
+VLLM_BLOCK = 128
+"""Block size of vLLM's operator: the one that the project is compared at."""
+
+CONTEXTS = tuple(2**i * 1024 for i in range(8))
+
+
+class Sizes(NamedTuple):
+    """What is measured. Token counts are multiples of the block sizes."""
+
+    heads: Heads = Heads()
+    block_size: int = 16
+    decode: tuple[Case, ...] = (Case(8, 8192), Case(1, 65536), Case(8, 1024, is_resident=True))
+    format_case: Case = Case(8, 8192)
+    formats: tuple[str, ...] = ("bf16", "fp8_e4m3", "q8_0", "q4_0")
+    prefill: tuple[Case, ...] = (Case(1, 2048, 2048), Case(1, 4096, 512))
+    block_case: Case = Case(8, 8192)
+    block_sizes: tuple[int, ...] = (16, 32, 64, 128)
+    contexts: tuple[int, ...] = CONTEXTS
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    batch_tokens: int = 4096
+    window: int = 512
+    window_tokens: tuple[int, ...] = (1024, 131072)
+    matmul: int = 2048
+    stream_bytes: int | None = None
+    effort: Effort = Effort()
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of the pool."""
+        cases = (*self.decode, *self.prefill, self.block_case)
+        least = max(case.num_slots for case in cases)
+        return max(least, *self.contexts, *self.window_tokens, self.batch_tokens * max(self.batches))
+
+
+def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS) -> list[Table]:
+    """All of the above; `peers` names who is measured beside us, and who cannot be had here is absent with a note.
+
+    Takes about a minute and a half and 3 GB, of which compiling flex_attention is a third. Raises `ValueError` for a
+    peer of no known name.
+    """
+    unknown = [name for name in peers if name not in ALL_PEERS]
+    if unknown:
+        raise ValueError(f"peers are {unknown}; expected some of {', '.join(ALL_PEERS)}")
+    with torch.no_grad(), ExitStack() as stack:
+        run = _Run(sizes or Sizes(), peers, stack)
+        return [
+            _limits(run),
+            _decode(run),
+            _formats(run),
+            _prefill(run),
+            _block_sizes(run),
+            _contexts(run),
+            _batches(run),
+            _windows(run),
+        ]
+
+
+@final
+class _Run:
+    """The pool, the stream and the peers that all tables share."""
+
+    def __init__(self, sizes: Sizes, peers: Sequence[str], stack: ExitStack) -> None:
+        self.sizes, self.peers = sizes, peers
+        self.pool = Pool(sizes.heads, sizes.num_slots)
+        self.paged = self.pool.stored(sizes.block_size)
+        self.stream = Stream(sizes.stream_bytes)
+        self.absent: dict[str, str] = {}
+        self.vllm: Vllm | None = None
+        self.bandwidth = self.stream.bandwidth(min(self.stream.visit(5)))
+        if VLLM in peers:
+            try:
+                self.vllm = Vllm(num_threads=torch.get_num_threads())
+                stack.callback(self.vllm.close)
+                self.vllm.make_pool(num_slots=self.pool.num_slots, heads=sizes.heads, block_size=VLLM_BLOCK)
+            except RuntimeError as error:
+                self.vllm, self.absent[VLLM] = None, str(error)
+
+    def ours(self, case: Case, block_size: int | None = None) -> Visit:
+        size = block_size or self.sizes.block_size
+        paged = self.paged if size == self.sizes.block_size else self.pool.stored(size)
+        copies = self.pool.num_copies(case)
+        return paged_visit(case, paged, self.pool.queries(case), block_size=size, copies=copies)
+
+    def against(self, case: Case, names: Sequence[str]) -> dict[str, float]:
+        """Seconds of our kernel, of the stream, and of those peers that are wanted and present."""
+        contenders: dict[str, Visit] = {OURS: self.ours(case), STREAM: self.stream.visit}
+        given = inputs(case, self.pool, self.pool.queries(case)) if set(names) & set(PEERS) else None
+        for name in names:
+            if name not in self.peers:
+                continue
+            try:
+                if given is not None and name in PEERS:
+                    contenders[name] = peer(name, given)
+                elif self.vllm is not None:
+                    contenders[name] = self._of_vllm(self.vllm, case)
+            except (ImportError, RuntimeError) as error:
+                self.absent[name] = str(error)
+        return alternate(contenders, self.sizes.effort)
+
+    def _of_vllm(self, vllm: Vllm, case: Case) -> Visit:
+        return vllm.attention(
+            sequences=case.num_sequences,
+            tokens=case.num_tokens,
+            queries=case.num_queries,
+            window=case.window,
+            copies=self.pool.num_copies(case),
+        )
+
+    def num_bytes(self, case: Case, paged: Paged | None = None) -> int:
+        heads = self.sizes.heads
+        rows = 4 * case.num_sequences * case.num_queries * heads.num_query_heads * heads.head_dim
+        return case.num_read * (paged or self.paged).bytes_per_token + rows
+
+    def notes(self, names: Sequence[str]) -> tuple[str, ...]:
+        label = {VLLM: self.vllm.name} if self.vllm else {}
+        present = [f"{VLLM}: {label[VLLM]}, blocks of {VLLM_BLOCK}"] if VLLM in names and label else []
+        return (*present, *(f"{name} is absent: {self.absent[name]}" for name in names if name in self.absent))
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("contender", "moved MB", "ms", "GB/s", "of stream", "GFLOP/s", "kvcache is × as fast")
+
+
+def _rows(
+    run: _Run, label: str, case: Case, times: Mapping[str, float], names: Sequence[str]
+) -> list[tuple[Cell, ...]]:
+    """A row for us, for each peer, absent ones included, and for the stream."""
+    moved, flops = run.num_bytes(case), case.flops(run.sizes.heads)
+    stream = run.stream.bandwidth(times[STREAM])
+    rows: list[tuple[Cell, ...]] = []
+    for name in (OURS, *(n for n in names if n in run.peers)):
+        seconds = times.get(name)
+        if seconds is None:
+            rows.append((label, name, *[None] * (len(COLUMNS) - 1)))
+            continue
+        speed = moved / seconds
+        ratio = None if name == OURS else seconds / times[OURS]
+        rows.append(
+            (label, name, moved / 1e6, seconds * 1e3, speed / 1e9, speed / stream, flops / seconds / 1e9, ratio)
+        )
+    moved = run.stream.num_bytes
+    return [*rows, (label, STREAM, moved / 1e6, times[STREAM] * 1e3, stream / 1e9, 1.0, None, None)]
+
+
+def _limits(run: _Run) -> Table:
+    side = run.sizes.matmul
+    left, right = (torch.randn(side, side, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
+    times = alternate({STREAM: run.stream.visit, "matmul": timed(lambda: left @ right)}, run.sizes.effort)
+    bandwidth, flops = run.stream.bandwidth(times[STREAM]), 2 * side**3 / times["matmul"]
+    return Table(
+        "Limits of this machine, as PyTorch reaches them with all its threads",
+        ("limit", "GB/s", "GFLOP/s", "how"),
+        [
+            ("memory", bandwidth / 1e9, None, f"{run.stream.reader} over {run.stream.num_bytes / 1e6:.0f} MB"),
+            ("products", None, flops / 1e9, f"bf16 matrices of {side} x {side}"),
+        ],
+    )
+
+
+def _decode(run: _Run) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for case in run.sizes.decode:
+        label = f"{case.num_sequences} x {case.num_tokens}" + (" again" if case.is_resident else "")
+        rows += _rows(run, label, case, run.against(case, ALL_PEERS), ALL_PEERS)
+    heads = run.sizes.heads
+    return Table(
+        f"Decode, bf16, {heads.num_query_heads} query and {heads.num_heads} KV heads of {heads.head_dim}, blocks of "
+        f"{run.sizes.block_size}",
+        ("sequences x tokens", *COLUMNS),
+        rows,
+        ('"again": the same tokens each time, which stay in the cache as far as they fit', *run.notes(ALL_PEERS)),
+    )
+
+
+def _prefill(run: _Run) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for case in run.sizes.prefill:
+        label = f"{case.num_queries} of {case.num_tokens}"
+        rows += _rows(run, label, case, run.against(case, ALL_PEERS), ALL_PEERS)
+    notes = ("GFLOP/s counts the pairs that causality lets be seen, and no others", *run.notes(ALL_PEERS))
+    return Table("Prefill, bf16: the last queries of a prompt", ("queries of tokens", *COLUMNS), rows, notes)
+
+
+def _block_sizes(run: _Run) -> Table:
+    sizes, case = run.sizes.block_sizes, run.sizes.block_case
+    visits = {str(size): run.ours(case, size) for size in sizes}
+    times = alternate(visits | {STREAM: run.stream.visit}, run.sizes.effort)
+    stream, largest = run.stream.bandwidth(times[STREAM]), times[str(max(sizes))]
+    rows: list[tuple[Cell, ...]] = []
+    for size in sizes:
+        seconds = times[str(size)]
+        speed = run.num_bytes(case) / seconds
+        rows.append((size, seconds * 1e3, speed / 1e9, speed / stream, seconds / largest))
+    columns = ("block size", "ms", "GB/s", "of stream", f"time to that of {max(sizes)}")
+    return Table(f"Block sizes, decode {case.num_sequences} x {case.num_tokens}, bf16", columns, rows)
+
+
+SCALING = ("contender", "moved MB", "ms", "GB/s", "of stream", "ns per token")
+
+
+def _scaling(run: _Run, title: str, first: str, cases: Mapping[int, Case]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for label, case in cases.items():
+        times = run.against(case, (VLLM,))
+        stream, moved = run.stream.bandwidth(times[STREAM]), run.num_bytes(case)
+        for name, seconds in times.items():
+            if name != STREAM:
+                speed, each = moved / seconds, seconds / case.num_read
+                rows.append((label, name, moved / 1e6, seconds * 1e3, speed / 1e9, speed / stream, each * 1e9))
+    return Table(title, (first, *SCALING), rows, run.notes((VLLM,)))
+
+
+def _contexts(run: _Run) -> Table:
+    cases = {tokens: Case(1, tokens) for tokens in run.sizes.contexts}
+    return _scaling(run, "Scaling with context: one sequence, bf16", "tokens", cases)
+
+
+def _batches(run: _Run) -> Table:
+    tokens = run.sizes.batch_tokens
+    cases = {count: Case(count, tokens) for count in run.sizes.batches}
+    return _scaling(run, f"Scaling with batch: sequences of {tokens} tokens, bf16", "sequences", cases)
+
+
+def _windows(run: _Run) -> Table:
+    window, lengths = run.sizes.window, run.sizes.window_tokens
+    cases = {tokens: Case(1, tokens, window=window, is_resident=True) for tokens in lengths}
+    visits = {str(tokens): run.ours(case) for tokens, case in cases.items()}
+    if run.vllm:
+        visits |= {f"{VLLM} {tokens}": run._of_vllm(run.vllm, case) for tokens, case in cases.items()}
+    times = alternate(visits, run.sizes.effort)
+    rows: list[tuple[Cell, ...]] = []
+    for name in (OURS, *((VLLM,) if run.vllm else ())):
+        keys = [f"{tokens}" if name == OURS else f"{VLLM} {tokens}" for tokens in lengths]
+        rows += [
+            (tokens, name, times[key] * 1e6, times[key] / times[keys[0]])
+            for tokens, key in zip(lengths, keys, strict=True)
+        ]
+    columns = ("tokens", "contender", "µs", f"time to that at {lengths[0]}")
+    return Table(f"A sliding window of {window}, decode, one sequence, bf16", columns, rows, run.notes((VLLM,)))
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+ERRORS = (
+    "errors: of the first sequence's results, against float64 attention over the keys and values before they were "
+    "encoded; relative: norm of the difference by norm of the result. Random keys see all tokens alike, so that "
+    "results nearly cancel: the hardest case for coarse values"
+)
+
+
+def _formats(run: _Run) -> Table:
+    sizes, case = run.sizes, run.sizes.format_case
+    heads, block_size, queries = sizes.heads, sizes.block_size, run.pool.queries(case)
+    shape = (case.num_slots // block_size, heads.num_heads, block_size, heads.head_dim)
+    original = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in (5, 6)]
+    stored = {name: _encoded(name, original, run.pool.num_copies(case)) for name in sizes.formats}
+    visits = {
+        name: paged_visit(case, paged, queries, block_size=block_size, copies=run.pool.num_copies(case))
+        for name, paged in stored.items()
+    }
+    times = alternate(visits | {STREAM: run.stream.visit}, sizes.effort)
+    stream = run.stream.bandwidth(times[STREAM])
+    expected = _expected(case, original, queries, block_size)
+    rows: list[tuple[Cell, ...]] = []
+    for name, paged in stored.items():
+        moved, seconds = run.num_bytes(case, paged), times[name]
+        error = _first_sequence(case, paged, queries, block_size) - expected
+        relative = float(np.linalg.norm(error) / np.linalg.norm(expected))
+        ratio = times[sizes.formats[0]] / seconds
+        speed = moved / seconds
+        measured = (moved / 1e6, seconds * 1e3, speed / 1e9, speed / stream, case.num_sequences / seconds, ratio)
+        rows.append((name, *measured, relative, float(np.abs(error).max())))
+    columns = ("format", "moved MB", "ms", "GB/s", "of stream", "tokens/s of a layer", f"to {sizes.formats[0]}")
+    return Table(
+        f"Formats, decode {case.num_sequences} x {case.num_tokens}, blocks of {block_size}",
+        (*columns, "error, relative", "error, largest"),
+        rows,
+        (ERRORS,),
+    )
+
+
+def _encoded(name: str, original: Sequence[Tensor], copies: int) -> Paged:
+    """Keys and values in a format, repeated until the pool is larger than the caches even in that format."""
+    backend = backends.create("torch")
+    form = formats.create(name, backend)
+    parts: list[Stored] = []
+    for raw in original:
+        num_blocks, *heads_and_slots, dim = raw.shape
+        array = backend.zeros((copies * num_blocks, *heads_and_slots, form.row_width(dim)), form.storage_dtype, 0)
+        for begin in range(0, num_blocks, 512):
+            encoded = form.encode(raw[begin : begin + 512])
+            array[begin : begin + len(encoded)] = encoded
+        for copy in range(1, copies):
+            array[copy * num_blocks :][:num_blocks] = array[:num_blocks]
+        parts.append(Stored(array, form, dim))
+    keys, values = parts
+    return Paged(keys, values)
+
+
+def _first_sequence(case: Case, paged: Paged, queries: Tensor, block_size: int) -> NDArray[np.float64]:
+    """Our result for a sequence in the first blocks of the pool, [1,Hq,D]."""
+    alone = case._replace(num_sequences=1)
+    batch = make_batch(alone, block_size, np.arange(case.num_tokens // block_size, dtype=np.int32))
+    kernel = kernels.choose(queries, paged.keys, paged.values)
+    out: Tensor = kernel.attend(queries[:1], paged.keys, paged.values, batch, scale=queries.shape[2] ** -0.5)
+    return out.double().numpy()
+
+
+def _expected(case: Case, original: Sequence[Tensor], queries: Tensor, block_size: int) -> NDArray[np.float64]:
+    """The same from the definition, over what was to be stored."""
+    alone, count = case._replace(num_sequences=1), case.num_tokens // block_size
+    backend = backends.create("numpy")
+    form = formats.create("f32", backend)
+    keys, values = (Stored(raw[:count].numpy(), form, raw.shape[-1]) for raw in original)
+    batch = make_batch(alone, block_size, np.arange(count, dtype=np.int32))
+    rows = queries[:1].float().numpy()
+    out = ReferenceKernel().attend(rows, keys, values, batch, scale=rows.shape[2] ** -0.5)
+    return np.asarray(out, np.float64)
