@@ -12,7 +12,6 @@ import torch
 from engines import (
     DECODERS,
     assert_empty,
-    byte_tokenizer,
     check_greedy,
     drained,
     engine_for,
@@ -24,7 +23,6 @@ from families import FAMILIES, VOCABULARY
 from kvcache import Completion, CorruptState, Engine, Finished, Full, NotSupported, Request, SamplingParams, Token
 from kvcache.engine.drafts import Drafter
 from kvcache.engine.shift import num_discarded
-from kvcache.engine.text import StopTexts, TextStream
 from kvcache.prefix import Removed, Stored
 from kvcache.request import Event, MediaInput, RequestRefused
 
@@ -471,77 +469,6 @@ def test_a_full_context_is_shifted_where_asked_and_possible(name: str, shifts: b
             assert len(tokens) == (70 if asked and shifts else 28 - 11)
             assert done[str(number)].finish_reason == "length"
             check_greedy(name, [*prompt, 20 + number], tokens[:17])
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
-def fed(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], bool]:
-    finder, shown = StopTexts(stops), []
-    for piece in pieces:
-        text, stopped = finder.feed(piece)
-        shown.append(text)
-        if stopped:
-            return shown, True
-    return [*shown, finder.flush()], False
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "shown", "stopped"),
-    [
-        (("END",), ["an ", "E", "N", "D of"], ["an ", "", "", ""], True),
-        (("END",), ["an E", "vil"], ["an ", "Evil", ""], False),
-        (("END",), ["xEN"], ["x", "EN"], False),
-        (("\n\n", "stop"), ["a\n", "b\n", "\nc"], ["a", "\nb", ""], True),
-        (("ab", "b"), ["xab"], ["x"], True),
-        (("aab",), ["aa", "ab"], ["", "a"], True),
-        ((), ["anything"], ["anything", ""], False),
-    ],
-)
-def test_stop_texts_cross_borders(stops: tuple[str, ...], pieces: list[str], shown: list[str], stopped: bool) -> None:
-    assert fed(stops, pieces) == (shown, stopped)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_stop_texts_as_if_the_text_were_whole(seed: int) -> None:
-    chance = random.Random(seed)
-    stops = tuple("".join(chance.choices("ab", k=chance.randrange(1, 5))) for _ in range(2))
-    pieces = ["".join(chance.choices("abc", k=chance.randrange(4))) for _ in range(12)]
-    whole = "".join(pieces)
-    found = [at for stop in stops if (at := whole.find(stop)) >= 0]
-    shown, stopped = fed(stops, pieces)
-    assert stopped is bool(found)
-    if not found:
-        assert "".join(shown) == whole
-    else:
-        # a stop text that ends earlier may be seen before one that begins earlier is complete
-        assert whole.startswith("".join(shown)) and len("".join(shown)) in [
-            at for at in range(len(whole)) if any(whole.startswith(stop, at) for stop in stops)
-        ]
-
-
-def slow_tokenizer() -> Any:
-    """One without a streaming decoder of its own."""
-    fast = byte_tokenizer()
-
-    class Slow:
-        is_fast = False
-
-        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-            return str(fast.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    return Slow()
-
-
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_never_half_a_character(is_fast: bool) -> None:
-    tokenizer = byte_tokenizer() if is_fast else slow_tokenizer()
-    text = "naïve – 猫は🐈 ok"
-    ids = byte_tokenizer()(text)["input_ids"]
-    stream = TextStream(tokenizer, ids[:2])
-    pieces = [stream.step(token) for token in ids[2:]]
-    assert "".join(pieces) == text[2:]
-    assert not any("\ufffd" in piece for piece in pieces) and "" in pieces
 
 
 # --- limits and misuse ------------------------------------------------------------------------------------------------

@@ -6,13 +6,20 @@ pieces      "The"   ""            " €"     " "     ""  -> stopped, "EN" was he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 __all__ = ["Piece", "StopFinder", "StopTexts", "TextStream", "token_text", "whole_text"]
 
 CONTEXT = 8
-"""Tokens of the prompt that the decoder sees: whether a word begins with a space depends on what came before."""
+"""Tokens before an output that the decoder sees: whether a word begins with a space depends on what came before."""
+
+WINDOW = 16
+"""Tokens that are decoded at a time: beyond, those at the front are let go."""
+
+LONGEST_CHARACTER = 4
+"""Bytes, and so tokens, of one character at most."""
 
 HALF = "\ufffd"
 
@@ -26,39 +33,76 @@ class Piece(NamedTuple):
 
 @final
 class TextStream:
-    """The text of one growing output. Without a tokenizer it is empty."""
+    """The text of one growing output. Without a tokenizer it is empty.
 
-    __slots__ = ("_ids", "_shown", "_stream", "_tokenizer")
+    The last tokens are decoded again with each new one. What was shown stays, also where the decoder changes its mind:
+    those that fall back to bytes (Gemma's, Llama's) turn a whole run of them to U+FFFD if one does not fit, and text
+    that was shown before cannot be taken back. (tokenizers' own `DecodeStream` raises there, and shows the end of a
+    prompt whose last character was made of bytes.) Bytes that can no longer become a character are U+FFFD.
+    """
+
+    __slots__ = ("_decode", "_ids", "_num_pending", "_shown")
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._stream: Any = None
-        self._ids: list[int] = list(prompt[-CONTEXT:])
-        if tokenizer is None:
-            return
-        if getattr(tokenizer, "is_fast", False):
-            from tokenizers.decoders import DecodeStream
-
-            self._stream = DecodeStream(ids=self._ids, skip_special_tokens=True)
-        else:
-            self._shown = len(self._decoded())
+        self._decode = _decoder(tokenizer)
+        self._num_pending = 0
+        self._ids: list[int] = []
+        self._shown = ""
+        if self._decode is not None:
+            self._begin(list(prompt[-CONTEXT - LONGEST_CHARACTER :]))
 
     def step(self, token: int) -> str:
-        """The text that `token` completes."""
-        if self._tokenizer is None:
+        """The text that `token` completes. O(1)."""
+        if self._decode is None:
             return ""
-        if self._stream is not None:
-            return self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         self._ids.append(token)
-        text = self._decoded()
-        if text.endswith(HALF):
+        self._num_pending += 1
+        text = self._decode(self._ids)
+        if not text.endswith(HALF):
+            piece = self._piece(text, self._num_pending)
+            self._num_pending = 0
+            if len(self._ids) > WINDOW:
+                self._begin(self._ids[-CONTEXT - LONGEST_CHARACTER :])
+            return piece
+        if self._num_pending <= 4 * LONGEST_CHARACTER:
             return ""
-        piece, self._shown = text[self._shown :], len(text)
+        pending = self._ids[-self._num_pending :]  # so many tokens are no character any more
+        self._ids, self._shown, self._num_pending = pending[-LONGEST_CHARACTER:], "", LONGEST_CHARACTER
+        return self._decode(pending[:-LONGEST_CHARACTER])
+
+    def _begin(self, ids: list[int]) -> None:
+        """What comes is decoded after `ids`, less those at the front whose text would begin inside a character.
+
+        The last ones may be the beginning of a character, which is then not shown yet.
+        """
+        assert self._decode is not None
+        for num_held in range(min(LONGEST_CHARACTER, len(ids) + 1)):
+            for count in range(min(CONTEXT, len(ids)), len(ids) + 1):
+                self._ids = ids[len(ids) - count :]
+                self._shown = self._decode(self._ids[: count - num_held])
+                if not self._shown.startswith(HALF) and not self._shown.endswith(HALF):
+                    return
+        self._ids = ids[-CONTEXT:]  # bytes that are no characters, on both sides
+        self._shown = self._decode(self._ids).rstrip(HALF)
+
+    def _piece(self, text: str, num_pending: int) -> str:
+        """What the last `num_pending` tokens add to what is shown."""
+        assert self._decode is not None
+        if text.startswith(self._shown):
+            piece = text[len(self._shown) :]
+        else:
+            piece = self._decode(self._ids[len(self._ids) - num_pending :])
+        self._shown = text
         return piece
 
-    def _decoded(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return text
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:
+    """Tokens to text without special ones: the fast tokenizer itself, where there is one."""
+    if tokenizer is None:
+        return None
+    backend = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else tokenizer
+    decode: Callable[[Sequence[int]], str] = functools.partial(backend.decode, skip_special_tokens=True)
+    return decode
 
 
 @final
@@ -98,16 +142,16 @@ class StopFinder:
     """Whether a stop text is in an output whose shorter beginnings had none: its last tokens tell."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+        self._decode = _decoder(tokenizer)
         self._stops = tuple(stops)
         longest = max((len(stop.encode()) for stop in stops), default=0)
         self._count = CONTEXT + longest  # a token is a byte at least
 
     def is_in(self, tokens: Sequence[int]) -> bool:
         """Whether one has come by now."""
-        if not self._stops or self._tokenizer is None:
+        if not self._stops or self._decode is None:
             return False
-        text = self._tokenizer.decode(list(tokens[-self._count :]), skip_special_tokens=True)
+        text = self._decode(tokens[-self._count :])
         return any(stop in text for stop in self._stops)
 
 
