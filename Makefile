@@ -3,13 +3,17 @@
 #   make test                   lint, types, layers, then every test and doctest on the installed package
 #   make test COVERAGE=1        the same, with branch coverage
 #   make test PYTEST_ARGS="-k causal"
-#   make bench                  what the bookkeeping costs
+#   make bench                  all measurements, printed and kept in benchmarks/results/
+#   make bench BENCH=put        one of them: attention, put, shift, bookkeeping, serving
+#   make bench-peers            environments of vLLM and llama.cpp, which are then measured beside us
 #   make sanitize               the CPU kernel's tests under address and undefined-behaviour sanitizers
 #   make format                 let ruff rewrite the sources
 VENV ?= .venv
 PYTHON ?= python3
 PROMPT ?= Once upon a time
 PYTEST_ARGS ?=
+BENCH ?= all
+NOTE ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -17,7 +21,7 @@ pip := $(bin)/python -m pip --disable-pip-version-check install --quiet --constr
 sources := $(shell find src -name __pycache__ -prune -o -print)
 coverage := $(if $(COVERAGE),--cov=kvcache --cov-report=term-missing)
 
-.PHONY: help demo test bench sanitize format clean
+.PHONY: help demo test bench bench-peers sanitize format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,7 +39,11 @@ test: $(VENV)/.installed-dev
 	$(bin)/python -m pytest --config-file=pyproject.toml $(coverage) $(PYTEST_ARGS) --pyargs kvcache tests docs README.md
 
 bench: $(VENV)/.installed-demo
-	$(bin)/kvcache bench bookkeeping
+	$(bin)/kvcache bench $(BENCH) --json benchmarks/results/$(BENCH).json \
+	  $(if $(filter all attention,$(BENCH)),--plot benchmarks/results/attention.svg) $(if $(NOTE),--note "$(NOTE)")
+
+bench-peers:
+	PYTHON=$(PYTHON) benchmarks/peers.sh
 
 # The sanitizers' runtimes must come before everything else in the process, and PyTorch leaks on purpose.
 sanitize: $(VENV)/.installed-dev

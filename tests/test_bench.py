@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from kvcache import kernels
 from kvcache.bench import attention, bookkeeping, peers, put, report, shift
 from kvcache.bench.machine import cache_bytes, describe, machine
+from kvcache.bench.outside import find_python
 from kvcache.bench.paged import Case, Heads, Pool, make_batch, paged_visit
 from kvcache.bench.plot import plot
 from kvcache.bench.stream import Stream, read_bandwidth
 from kvcache.bench.table import Table
 from kvcache.bench.timing import Effort, alternate, timed
-from kvcache.bench.vllm import find_python
 from kvcache.cli.app import app
 from kvcache.cli.bench import shown
 from kvcache.kernels.reference import ReferenceKernel
@@ -98,7 +98,7 @@ def test_formats_order_their_bytes_and_their_errors(tables: list[Table]) -> None
 
 def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVCACHE_VLLM_PYTHON", str(tmp_path / "none"))
-    assert find_python() is None
+    assert find_python("vllm") is None
     made = attention.tables(TINY._replace(prefill=TINY.prefill[:1], decode=TINY.decode[:1]), ("vLLM",))
     (row,) = [row for row in made[1].rows if row[1] == "vLLM"]
     assert row[2:] == (None,) * 6

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -24,51 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache import backends, formats, kernels
-from kvcache.bench.paged import Case, Heads, Paged, Pool, make_batch, paged_visit
-from kvcache.bench.peers import PEERS, inputs, peer
-from kvcache.bench.stream import Stream
+from kvcache.bench.contest import ALL_PEERS, OURS, STREAM, Contest, Sizes
+from kvcache.bench.outside import LLAMA, VLLM
+from kvcache.bench.paged import Case, Paged, make_batch, paged_visit
 from kvcache.bench.table import Cell, Table
-from kvcache.bench.timing import Effort, Visit, alternate, timed
-from kvcache.bench.vllm import Vllm
+from kvcache.bench.timing import alternate, timed
 from kvcache.formats import Stored
 from kvcache.kernels.reference import ReferenceKernel
 
-__all__ = ["ALL_PEERS", "OURS", "STREAM", "VLLM", "Sizes", "tables"]
-
-OURS, STREAM, VLLM = "kvcache", "stream", "vLLM"
-ALL_PEERS = (*PEERS, VLLM)
-VLLM_BLOCK = 128
-"""Block size of vLLM's operator: the one that the project is compared at."""
-
-CONTEXTS = tuple(2**i * 1024 for i in range(8))
-
-
-class Sizes(NamedTuple):
-    """What is measured. Token counts are multiples of the block sizes."""
-
-    heads: Heads = Heads()
-    block_size: int = 16
-    decode: tuple[Case, ...] = (Case(8, 8192), Case(1, 65536), Case(8, 1024, is_resident=True))
-    format_case: Case = Case(8, 8192)
-    formats: tuple[str, ...] = ("bf16", "fp8_e4m3", "q8_0", "q4_0")
-    prefill: tuple[Case, ...] = (Case(1, 2048, 2048), Case(1, 4096, 512))
-    block_case: Case = Case(8, 8192)
-    block_sizes: tuple[int, ...] = (16, 32, 64, 128)
-    contexts: tuple[int, ...] = CONTEXTS
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    batch_tokens: int = 4096
-    window: int = 512
-    window_tokens: tuple[int, ...] = (1024, 131072)
-    matmul: int = 2048
-    stream_bytes: int | None = None
-    effort: Effort = Effort()
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens of the pool."""
-        cases = (*self.decode, *self.prefill, self.block_case)
-        least = max(case.num_slots for case in cases)
-        return max(least, *self.contexts, *self.window_tokens, self.batch_tokens * max(self.batches))
+__all__ = ["ALL_PEERS", "OURS", "STREAM", "Sizes", "tables"]
 
 
 def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS) -> list[Table]:
@@ -81,7 +44,7 @@ def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS) -> list
     if unknown:
         raise ValueError(f"peers are {unknown}; expected some of {', '.join(ALL_PEERS)}")
     with torch.no_grad(), ExitStack() as stack:
-        run = _Run(sizes or Sizes(), peers, stack)
+        run = Contest(sizes or Sizes(), peers, stack)
         return [
             _limits(run),
             _decode(run),
@@ -94,75 +57,13 @@ def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS) -> list
         ]
 
 
-@final
-class _Run:
-    """The pool, the stream and the peers that all tables share."""
-
-    def __init__(self, sizes: Sizes, peers: Sequence[str], stack: ExitStack) -> None:
-        self.sizes, self.peers = sizes, peers
-        self.pool = Pool(sizes.heads, sizes.num_slots)
-        self.paged = self.pool.stored(sizes.block_size)
-        self.stream = Stream(sizes.stream_bytes)
-        self.absent: dict[str, str] = {}
-        self.vllm: Vllm | None = None
-        self.bandwidth = self.stream.bandwidth(min(self.stream.visit(5)))
-        if VLLM in peers:
-            try:
-                self.vllm = Vllm(num_threads=torch.get_num_threads())
-                stack.callback(self.vllm.close)
-                self.vllm.make_pool(num_slots=self.pool.num_slots, heads=sizes.heads, block_size=VLLM_BLOCK)
-            except RuntimeError as error:
-                self.vllm, self.absent[VLLM] = None, str(error)
-
-    def ours(self, case: Case, block_size: int | None = None) -> Visit:
-        size = block_size or self.sizes.block_size
-        paged = self.paged if size == self.sizes.block_size else self.pool.stored(size)
-        copies = self.pool.num_copies(case)
-        return paged_visit(case, paged, self.pool.queries(case), block_size=size, copies=copies)
-
-    def against(self, case: Case, names: Sequence[str]) -> dict[str, float]:
-        """Seconds of our kernel, of the stream, and of those peers that are wanted and present."""
-        contenders: dict[str, Visit] = {OURS: self.ours(case), STREAM: self.stream.visit}
-        given = inputs(case, self.pool, self.pool.queries(case)) if set(names) & set(PEERS) else None
-        for name in names:
-            if name not in self.peers:
-                continue
-            try:
-                if given is not None and name in PEERS:
-                    contenders[name] = peer(name, given)
-                elif self.vllm is not None:
-                    contenders[name] = self._of_vllm(self.vllm, case)
-            except (ImportError, RuntimeError) as error:
-                self.absent[name] = str(error)
-        return alternate(contenders, self.sizes.effort)
-
-    def _of_vllm(self, vllm: Vllm, case: Case) -> Visit:
-        return vllm.attention(
-            sequences=case.num_sequences,
-            tokens=case.num_tokens,
-            queries=case.num_queries,
-            window=case.window,
-            copies=self.pool.num_copies(case),
-        )
-
-    def num_bytes(self, case: Case, paged: Paged | None = None) -> int:
-        heads = self.sizes.heads
-        rows = 4 * case.num_sequences * case.num_queries * heads.num_query_heads * heads.head_dim
-        return case.num_read * (paged or self.paged).bytes_per_token + rows
-
-    def notes(self, names: Sequence[str]) -> tuple[str, ...]:
-        label = {VLLM: self.vllm.name} if self.vllm else {}
-        present = [f"{VLLM}: {label[VLLM]}, blocks of {VLLM_BLOCK}"] if VLLM in names and label else []
-        return (*present, *(f"{name} is absent: {self.absent[name]}" for name in names if name in self.absent))
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 COLUMNS = ("contender", "moved MB", "ms", "GB/s", "of stream", "GFLOP/s", "kvcache is × as fast")
 
 
 def _rows(
-    run: _Run, label: str, case: Case, times: Mapping[str, float], names: Sequence[str]
+    run: Contest, label: str, case: Case, times: Mapping[str, float], names: Sequence[str]
 ) -> list[tuple[Cell, ...]]:
     """A row for us, for each peer, absent ones included, and for the stream."""
     moved, flops = run.num_bytes(case), case.flops(run.sizes.heads)
@@ -182,7 +83,7 @@ def _rows(
     return [*rows, (label, STREAM, moved / 1e6, times[STREAM] * 1e3, stream / 1e9, 1.0, None, None)]
 
 
-def _limits(run: _Run) -> Table:
+def _limits(run: Contest) -> Table:
     side = run.sizes.matmul
     left, right = (torch.randn(side, side, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
     times = alternate({STREAM: run.stream.visit, "matmul": timed(lambda: left @ right)}, run.sizes.effort)
@@ -197,7 +98,7 @@ def _limits(run: _Run) -> Table:
     )
 
 
-def _decode(run: _Run) -> Table:
+def _decode(run: Contest) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for case in run.sizes.decode:
         label = f"{case.num_sequences} x {case.num_tokens}" + (" again" if case.is_resident else "")
@@ -212,7 +113,7 @@ def _decode(run: _Run) -> Table:
     )
 
 
-def _prefill(run: _Run) -> Table:
+def _prefill(run: Contest) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for case in run.sizes.prefill:
         label = f"{case.num_queries} of {case.num_tokens}"
@@ -221,7 +122,7 @@ def _prefill(run: _Run) -> Table:
     return Table("Prefill, bf16: the last queries of a prompt", ("queries of tokens", *COLUMNS), rows, notes)
 
 
-def _block_sizes(run: _Run) -> Table:
+def _block_sizes(run: Contest) -> Table:
     sizes, case = run.sizes.block_sizes, run.sizes.block_case
     visits = {str(size): run.ours(case, size) for size in sizes}
     times = alternate(visits | {STREAM: run.stream.visit}, run.sizes.effort)
@@ -238,7 +139,7 @@ def _block_sizes(run: _Run) -> Table:
 SCALING = ("contender", "moved MB", "ms", "GB/s", "of stream", "ns per token")
 
 
-def _scaling(run: _Run, title: str, first: str, cases: Mapping[int, Case]) -> Table:
+def _scaling(run: Contest, title: str, first: str, cases: Mapping[int, Case]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for label, case in cases.items():
         times = run.against(case, (VLLM,))
@@ -250,23 +151,23 @@ def _scaling(run: _Run, title: str, first: str, cases: Mapping[int, Case]) -> Ta
     return Table(title, (first, *SCALING), rows, run.notes((VLLM,)))
 
 
-def _contexts(run: _Run) -> Table:
+def _contexts(run: Contest) -> Table:
     cases = {tokens: Case(1, tokens) for tokens in run.sizes.contexts}
     return _scaling(run, "Scaling with context: one sequence, bf16", "tokens", cases)
 
 
-def _batches(run: _Run) -> Table:
+def _batches(run: Contest) -> Table:
     tokens = run.sizes.batch_tokens
     cases = {count: Case(count, tokens) for count in run.sizes.batches}
     return _scaling(run, f"Scaling with batch: sequences of {tokens} tokens, bf16", "sequences", cases)
 
 
-def _windows(run: _Run) -> Table:
+def _windows(run: Contest) -> Table:
     window, lengths = run.sizes.window, run.sizes.window_tokens
     cases = {tokens: Case(1, tokens, window=window, is_resident=True) for tokens in lengths}
     visits = {str(tokens): run.ours(case) for tokens, case in cases.items()}
     if run.vllm:
-        visits |= {f"{VLLM} {tokens}": run._of_vllm(run.vllm, case) for tokens, case in cases.items()}
+        visits |= {f"{VLLM} {tokens}": run.vllm.attention(case, 1) for tokens, case in cases.items()}
     times = alternate(visits, run.sizes.effort)
     rows: list[tuple[Cell, ...]] = []
     for name in (OURS, *((VLLM,) if run.vllm else ())):
@@ -288,7 +189,7 @@ ERRORS = (
 )
 
 
-def _formats(run: _Run) -> Table:
+def _formats(run: Contest) -> Table:
     sizes, case = run.sizes, run.sizes.format_case
     heads, block_size, queries = sizes.heads, sizes.block_size, run.pool.queries(case)
     shape = (case.num_slots // block_size, heads.num_heads, block_size, heads.head_dim)
@@ -298,6 +199,9 @@ def _formats(run: _Run) -> Table:
         name: paged_visit(case, paged, queries, block_size=block_size, copies=run.pool.num_copies(case))
         for name, paged in stored.items()
     }
+    theirs = [name for name in sizes.formats if name in ("q8_0", "q4_0")] if run.llama else []
+    if run.llama:
+        visits |= {f"{name}, {LLAMA}": run.llama.attention(case, 1, name) for name in theirs}
     times = alternate(visits | {STREAM: run.stream.visit}, sizes.effort)
     stream = run.stream.bandwidth(times[STREAM])
     expected = _expected(case, original, queries, block_size)
@@ -310,12 +214,20 @@ def _formats(run: _Run) -> Table:
         speed = moved / seconds
         measured = (moved / 1e6, seconds * 1e3, speed / 1e9, speed / stream, case.num_sequences / seconds, ratio)
         rows.append((name, *measured, relative, float(np.abs(error).max())))
+    for name in theirs:
+        assert run.llama is not None
+        run.llama.drop(case, name)
+        seconds, moved = times[f"{name}, {LLAMA}"], run.num_bytes(case, stored[name])
+        speed = moved / seconds
+        ratio = times[sizes.formats[0]] / seconds
+        measured = (moved / 1e6, seconds * 1e3, speed / 1e9, speed / stream, case.num_sequences / seconds, ratio)
+        rows.append((f"{name}, {LLAMA}", *measured, None, None))
     columns = ("format", "moved MB", "ms", "GB/s", "of stream", "tokens/s of a layer", f"to {sizes.formats[0]}")
     return Table(
         f"Formats, decode {case.num_sequences} x {case.num_tokens}, blocks of {block_size}",
         (*columns, "error, relative", "error, largest"),
         rows,
-        (ERRORS,),
+        (ERRORS, *run.notes((LLAMA,))),
     )
 
 

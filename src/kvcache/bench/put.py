@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from kvcache import kernels
+from kvcache.bench.outside import VLLM, VLLM_BLOCK, Vllm
 from kvcache.bench.paged import Heads
 from kvcache.bench.stream import Stream
 from kvcache.bench.table import Cell, Table
 from kvcache.bench.timing import Effort, Visit, alternate, timed
-from kvcache.bench.vllm import Vllm
 from kvcache.caches import CausalCache
 from kvcache.formats import FORMATS
 from kvcache.spans import Full
@@ -33,8 +33,7 @@ from kvcache.spec import Array, Batch
 
 __all__ = ["Sizes", "tables"]
 
-OP, CACHE, STREAM, VLLM = "kernel op", "cache.put", "stream", "vLLM"
-VLLM_BLOCK = 128
+OP, CACHE, STREAM = "kernel op", "cache.put", "stream"
 
 
 class Sizes(NamedTuple):
@@ -59,13 +58,10 @@ def tables(sizes: Sizes | None = None, peers: Sequence[str] = (VLLM,)) -> list[T
         stream, vllm = Stream(given.stream_bytes), None
         if VLLM in peers:
             try:
-                vllm = Vllm(num_threads=torch.get_num_threads())
-                stack.callback(vllm.close)
                 slots = -(-given.num_sequences * given.num_tokens // VLLM_BLOCK) * VLLM_BLOCK
-                vllm.make_pool(num_slots=slots, heads=given.heads, block_size=VLLM_BLOCK)
-                notes.append(f"{VLLM}: {vllm.name}, blocks of {VLLM_BLOCK}")
+                vllm = Vllm(given.heads, slots, num_threads=torch.get_num_threads(), stack=stack)
+                notes.append(f"{VLLM}: {vllm.label}")
             except RuntimeError as error:
-                vllm = None
                 notes.append(f"{VLLM} is absent: {error}")
         for name in given.formats:
             rows += _measured(given, name, given.main_block, stream, vllm if name == "bf16" else None)
@@ -91,7 +87,7 @@ def _measured(sizes: Sizes, name: str, block_size: int, stream: Stream, vllm: Vl
     if writer is not None:
         contenders[OP] = _kernel_put(writer, cache, keys, values, sizes)
     if vllm is not None:
-        contenders[VLLM] = vllm.put(sequences=sizes.num_sequences, layers=sizes.num_layers)
+        contenders[VLLM] = vllm.put(num_sequences=sizes.num_sequences, num_layers=sizes.num_layers)
     times = alternate(contenders, sizes.effort)
     # New rows are read, stored rows are written.
     written = sum(s.array[0, :, 0].nbytes for s in (stored.keys, stored.values)) * sizes.num_sequences

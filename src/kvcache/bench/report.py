@@ -17,7 +17,7 @@ from kvcache.bench.table import Cell, Table
 __all__ = ["NAMES", "as_json", "from_json", "measure"]
 
 NAMES = {
-    "attention": "decode, prefill, formats, block sizes, scaling; beside SDPA, flex_attention and vLLM",
+    "attention": "decode, prefill, formats, block sizes, scaling; beside SDPA, flex_attention, vLLM, llama.cpp",
     "put": "writing one decode step into the cache",
     "shift": "moving tokens to other positions",
     "bookkeeping": "finding places for tokens, without tensors",

@@ -1,7 +1,7 @@
 """vLLM's attention operator for CPUs, on the other end of a pipe: run by the python of vLLM's own environment.
 
-Not a module of kvcache and imports nothing of it: `vllm.py` starts this file there, writes one request a line (JSON) to
-its standard input and reads one answer a line. Each layer of vLLM calls the operator as `attention` does; what vLLM
+Not a module of kvcache and imports nothing of it: `outside.py` starts this file there, writes one request a line (JSON)
+to its standard input and reads one answer a line. The operator is called as each layer of vLLM calls it; what vLLM
 prepares once per step for all layers (its scheduler metadata), as we prepare our plan, is not timed.
 
     {"do": "hello"}                                                                  {"version": "0.32.0", ...}
