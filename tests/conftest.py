@@ -7,6 +7,7 @@ them once.
 import os
 import random
 import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -15,6 +16,9 @@ os.environ["OMP_NUM_THREADS"] = "2"
 os.environ["MKL_NUM_THREADS"] = "2"
 # Threads that wait sleep: on a machine that is busy with something else, spinning ones make each small operation wait.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Triton reads it when a kernel is defined. Without a GPU its kernels run through its interpreter, and only where a test
+# asks for them; nothing here uses torch.compile, which would be the other user of Triton.
+os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 
 import numpy as np
 import pytest

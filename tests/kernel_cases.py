@@ -139,9 +139,14 @@ def rounded(world: World, dtype: str) -> World:
     return replace(world, keys=to(world.keys), values=to(world.values), queries=to(world.queries))
 
 
+def backend_named(name: str) -> backends.Backend:
+    """A backend by name; `cuda` is PyTorch on a GPU."""
+    return backends.torch("cuda") if name == "cuda" else backends.create(name)
+
+
 def array(backend: str, value: NDArray[Any], dtype: str = "f32") -> Any:
     """A backend's array in element type `f32 f16 bf16`."""
-    made = backends.create(backend)
+    made = backend_named(backend)
     return made.cast(made.from_numpy(np.ascontiguousarray(value), 0), dtype)
 
 
@@ -153,7 +158,7 @@ def to_numpy(value: Any) -> NDArray[np.float64]:
 
 def stored(backend: str, raw: F32, dtype: str, seen_slots: NDArray[np.bool_]) -> Stored:
     """Raw rows [N,H,block_size,D] in a backend's storage; slots that nobody sees hold NaN."""
-    made = backends.create(backend)
+    made = backend_named(backend)
     fmt = formats.create(dtype, made)
     encoded = fmt.encode(made.from_numpy(raw, 0))
     native = made.to_numpy(encoded)

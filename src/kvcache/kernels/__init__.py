@@ -5,6 +5,7 @@ to it.
 
 | name        | arrays | what it is                                                                 |
 |-------------|--------|----------------------------------------------------------------------------|
+| `triton`    | torch  | Triton over the blocks in place, on a GPU; compiled on first use           |
 | `cpu`       | torch  | C++ over the blocks in place, compiled for this machine on first use       |
 | `sdpa`      | torch  | PyTorch's own operators over gathered blocks, grouped queries not repeated |
 | `reference` | any    | NumPy in float64; the definition                                           |
@@ -55,6 +56,7 @@ class _Entry(NamedTuple):
 
 # The order is the preference: fastest first, and last the one that reads everything.
 _KERNELS = {
+    "triton": _Entry("kvcache.kernels.triton_kernel", "TritonKernel", "torch"),
     "cpu": _Entry("kvcache.kernels.cpu", "CpuKernel", "torch"),
     "sdpa": _Entry("kvcache.kernels.sdpa", "SdpaKernel", "torch"),
     "reference": _Entry("kvcache.kernels.reference", "ReferenceKernel", None),
