@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from typing import Any
@@ -185,12 +186,159 @@ def test_what_is_pinned_stays() -> None:
         prompt = list(range(5, 25))
         engine.generate(prompt, max_tokens=1)
         assert engine.pin(prompt).num_tokens == 19
-        engine.generate([list(range(40, 40 + n)) for n in (20, 22, 24)], max_tokens=2)
+        engine.generate([list(range(40, 40 + n)) for n in (20, 22, 23)], max_tokens=2)
         assert engine.match(prompt).num_tokens == 19
         engine.pin(prompt, is_pinned=False)
         engine.generate([list(range(30, 30 + n)) for n in (30, 32)], max_tokens=2)
         assert engine.match(prompt).num_tokens < 19
         assert_empty(engine)
+
+
+def test_a_pin_is_taken_back_whatever_is_cached_by_then() -> None:
+    """A longer prompt brings another tail: the pinned one is let go all the same. States are pinned as blocks are."""
+    for name in ("llama", "gemma3", "lfm2", "mamba2"):
+        with engine_for(name, 40) as engine:
+            prompt = list(range(5, 23))
+            engine.generate(prompt, max_tokens=1)
+            assert engine.pin(prompt).num_tokens == engine.pin(prompt).num_tokens > 15
+            engine.generate([*prompt, *range(30, 37)], max_tokens=1)
+            for number in range(70):
+                engine.generate([number + 3, *range(60, 76)], max_tokens=1)
+            assert engine.match(prompt).num_tokens > 15, name
+            usage = engine.usage()
+            for member in engine._core.members:
+                assert member.tables.pool.num_pinned
+            for _ in range(3):  # once too often
+                engine.pin(prompt, is_pinned=False)
+            usage = engine.usage()
+            assert usage.num_free_blocks == usage.num_blocks, name
+            for member in engine._core.members:
+                assert not member.tables.pool.num_pinned
+            assert_empty(engine)
+
+
+def test_pins_leave_room_or_the_request_is_refused() -> None:
+    """Twelve blocks of which five are pinned: a stranger has 24 tokens, who begins with what is pinned has all."""
+    with engine_for("llama", 12) as engine:
+        prompt = list(range(5, 25))
+        engine.generate(prompt, max_tokens=1)
+        engine.pin(prompt)
+        with pytest.raises(RequestRefused, match=r"needs 25 tokens and the cache, beside what is pinned, holds 24"):
+            engine.add(Request("stranger", list(range(40, 64))))
+        (completion,) = engine.generate(list(range(40, 63)), max_tokens=50)
+        assert len(completion.token_ids) >= 1
+        (completion,) = engine.generate([*prompt, *range(40, 59)], max_tokens=50)
+        assert completion.cached_tokens >= 19 and completion.token_ids
+        assert engine.match(prompt).num_tokens == 19
+        engine.pin(prompt, is_pinned=False)
+        assert len(engine.generate(list(range(30, 65)), max_tokens=50)[0].token_ids) == 44 - 35
+        assert_empty(engine)
+
+
+def test_what_is_pinned_survives_a_context_shift_and_a_writer() -> None:
+    """Whoever holds pinned blocks alone still copies them before writing."""
+    with engine_for("llama", 14, max_sequences=2) as engine:
+        prompt = list(range(5, 27))
+        engine.generate(prompt, max_tokens=1)
+        engine.pin(prompt)
+        params = SamplingParams(max_tokens=60, context_shift=True, keep=4)
+        engine.add(Request("it", [*prompt, 40], params))
+        drained(engine)
+        assert engine.match(prompt).num_tokens == 21
+        engine.pin(prompt, is_pinned=False)
+        assert_empty(engine)
+
+
+@pytest.mark.parametrize("num_blocks", [5, 6, 9])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_prompt_runs_through_a_window_of_few_blocks(name: str, num_blocks: int) -> None:
+    """Blocks that a window has left make room in the same step: a pool of one window takes a prompt of any length."""
+    with engine_for(name, 5 * num_blocks, max_sequences=1) as engine:
+        window = engine._core.members[0]
+        longest = engine._limit(1, 1)[0]
+        assert longest is not None
+        prompt = [3 + number % 90 for number in range(min(50, longest - 31))]
+        (completion,) = engine.generate(prompt, max_tokens=30)
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", 30), window.usage()
+        check_greedy(name, prompt, completion.token_ids)
+        assert_empty(engine)
+    if name == "mistral":
+        with engine_for(name, num_blocks, max_sequences=1) as engine:
+            (completion,) = engine.generate(list(range(3, 53)), max_tokens=30)
+            assert len(completion.token_ids) == 30
+            check_greedy(name, list(range(3, 53)), completion.token_ids)
+
+
+@pytest.mark.parametrize("budget", [16, 18, 21, 512])
+@pytest.mark.parametrize("name", ["mistral", "llama4", "mamba2", "falcon_h1"])
+def test_a_common_prefix_is_computed_once_in_chunks_of_any_size(name: str, budget: int) -> None:
+    """States and windows are known only where somebody can resume: who waits looks further ahead."""
+    prompt = list(range(10, 58))
+    with engine_for(name, max_batch_tokens=budget) as engine:
+        for number in range(4):
+            engine.add(Request(str(number), [*prompt, 60 + number, 7], SamplingParams(max_tokens=3)))
+        done = drained(engine)
+        assert [done[str(number)].cached_tokens for number in range(4)] == [0, 48, 48, 48]
+        for number in range(4):
+            check_greedy(name, [*prompt, 60 + number, 7], done[str(number)].token_ids)
+
+
+def test_every_reason_of_a_match() -> None:
+    """One word before the colon, always of the same few; and what it says is so."""
+    prompt = list(range(5, 25))
+
+    def label(engine: Engine, prompt: list[int], salt: str | None = None) -> tuple[str, int]:
+        match = engine.match(prompt, salt)
+        return match.reason.partition(":")[0], match.num_tokens
+
+    with engine_for("gemma3", 60) as engine:
+        assert label(engine, prompt) == ("new", 0)
+        engine.generate(prompt, max_tokens=1)
+        assert label(engine, [5]) == ("short", 0)
+        assert label(engine, prompt) == ("whole", 19)
+        assert label(engine, prompt, "another") == ("new", 0)
+        assert label(engine, [*prompt[:10], 90, 91, 92]) == ("differs", 10)
+        assert label(engine, [*prompt, 30, 31]) == ("differs", 20)
+        window = engine._core.members[0].tables.pool
+        for key in list(window.keys)[-3:]:
+            block = window.find(key)
+            assert block is not None
+            window.unpublish(block)
+        assert label(engine, prompt)[0] == "forgotten"
+        engine.check()
+    with engine_for("lfm2", 60) as engine:
+        engine.generate(prompt, max_tokens=1)
+        assert label(engine, [*prompt[:10], 90, 91, 92]) == ("forgotten", 0)
+    with engine_for("llama", prefix_cache=False) as engine:
+        engine.generate(prompt, max_tokens=1)
+        assert label(engine, prompt) == ("off", 0)
+        assert engine.generate(prompt, max_tokens=1)[0].match is None
+
+
+def test_higher_priorities_are_evicted_last() -> None:
+    with engine_for("llama", 12) as engine:
+        for number, priority in enumerate((0, 2, 0)):
+            prompt = list(range(10 + 20 * number, 22 + 20 * number))
+            engine.add(Request(str(number), prompt, SamplingParams(max_tokens=1), priority))
+            drained(engine)
+        engine.generate(list(range(70, 92)), max_tokens=6)
+        kept = [engine.match(list(range(10 + 20 * n, 22 + 20 * n))).num_tokens for n in range(3)]
+        assert kept[1] == 11 and kept[0] < 11
+        assert_empty(engine)
+
+
+def test_listeners_hear_of_the_end() -> None:
+    engine, cached = engine_for("gemma3", 40), set[tuple[bytes, int]]()
+    assert engine.prefixes is not None
+    engine.prefixes.index.listeners.append(
+        lambda event: cached.symmetric_difference_update({(event.key, event.member)})
+    )
+    engine.generate(list(range(5, 40)), max_tokens=3)
+    engine.add(Request("under way", list(range(5, 30))))
+    engine.step()
+    assert cached
+    engine.close()
+    assert not cached
 
 
 # --- one output -------------------------------------------------------------------------------------------------------
@@ -223,6 +371,16 @@ def test_a_stream_that_is_left_gives_everything_back() -> None:
         *tokens, last = engine.stream([5, 6, 7], max_tokens=5)
         assert isinstance(last, Finished)
         assert [token.token_id for token in tokens if isinstance(token, Token)] == list(last.completion.token_ids)
+
+
+def test_a_stream_that_nobody_reads_ends() -> None:
+    with engine_for("llama") as engine:
+        stream = engine.stream([5, 6, 7], max_tokens=50)
+        assert not engine.is_idle
+        del stream
+        gc.collect()
+        assert engine.is_idle
+        assert_empty(engine)
 
 
 def test_events_of_others_are_not_lost() -> None:
@@ -280,6 +438,31 @@ def test_penalties_change_what_is_greedy() -> None:
         engine.add(Request("p", [5, 6, 7], SamplingParams(max_tokens=30, presence_penalty=2.0, frequency_penalty=2.0)))
         penalised = drained(engine)["p"].token_ids
         assert len(set(penalised)) > len(set(plain))
+
+
+def test_logit_bias_forbids_and_forces() -> None:
+    prompt = [5, 6, 7]
+    with engine_for("llama") as engine:
+        plain = engine.generate(prompt, max_tokens=8)[0].token_ids
+        forced = SamplingParams(max_tokens=8, logit_bias={42: 100}, logprobs=0)
+        forbidden = SamplingParams(max_tokens=8, logit_bias=dict.fromkeys(plain, -100.0), temperature=1.0, seed=3)
+        nudged = SamplingParams(max_tokens=1, logit_bias=dict.fromkeys(range(50), 1.5))
+        for name, params in (("forced", forced), ("forbidden", forbidden), ("nudged", nudged)):
+            engine.add(Request(name, prompt, params))
+        done = drained(engine)
+        assert done["forced"].token_ids == (42,) * 8
+        assert not set(done["forbidden"].token_ids) & set(plain)
+        with torch.inference_mode():
+            logits = reference("llama")(input_ids=torch.tensor([prompt])).logits[0, -1]
+            expected = float(logits.log_softmax(-1)[42])
+            logits[:50] += 1.5
+        logprobs = done["forced"].logprobs
+        assert logprobs is not None  # the model's own, as without a bias
+        assert logprobs[0].chosen.logprob == pytest.approx(expected, abs=1e-4)
+        assert done["nudged"].token_ids == (int(logits.argmax()),)
+        with pytest.raises(ValueError, match="logit_bias of request 'far' names token 99; expected ids below 99"):
+            engine.add(Request("far", prompt, SamplingParams(logit_bias={VOCABULARY: 1.0})))
+        assert_empty(engine)
 
 
 def test_logprobs_are_the_models() -> None:
@@ -498,6 +681,8 @@ def test_what_cannot_fit_alone_is_refused_with_the_numbers() -> None:
         (lambda: SamplingParams(top_p="1"), TypeError, "top_p is '1'"),  # type: ignore[arg-type]
         (lambda: SamplingParams(n=3, best_of=2), ValueError, "best_of is 2"),
         (lambda: SamplingParams(stop=["a", ""]), ValueError, "empty"),
+        (lambda: SamplingParams(logit_bias={3: 101.0}), ValueError, "logit_bias of token 3 is 101"),
+        (lambda: SamplingParams(logit_bias={-1: 1.0}), ValueError, "a token in logit_bias"),
         (lambda: Request("a", [5, -1]), ValueError, "at least 0"),
         (lambda: Request("a", [5], priority=1.5), TypeError, "priority"),  # type: ignore[arg-type]
         (lambda: Request("a", [5], salt=5), TypeError, "salt"),  # type: ignore[arg-type]

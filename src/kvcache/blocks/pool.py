@@ -142,6 +142,15 @@ class BlockPool:
             self._cached.discard(block)
             self._free.append(block)
 
+    def is_pinned(self, block: int) -> bool:
+        """Whether the block's content must stay."""
+        return block in self._pinned
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that are pinned, held or not."""
+        return len(self._pinned)
+
     def pin(self, key: bytes) -> bool:
         """Keep the block of this key until it is unpinned as often as it was pinned; false when there is none."""
         block = self._blocks.get(key)

@@ -295,6 +295,13 @@ class CausalCache(Cache):
         self._forward = None
         self.tables.adopt(sequence, keys, begin, end)
 
+    def settle(self) -> bool:
+        """Free what spans have outgrown now, not with the next pass, which would; whether that was any block."""
+        before = self.tables.pool.num_free
+        self._forward = None
+        self._tables.settle()
+        return self._tables.pool.num_free > before
+
     # --- for its views ------------------------------------------------------------------------------------------------
 
     @property

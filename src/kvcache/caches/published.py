@@ -17,15 +17,16 @@ Value = TypeVar("Value")
 class Published(Generic[Key, Value]):
     """Values by key. Whoever uses a value keeps it alive: eviction only forgets the way to it.
 
-    limit: bytes that values may take together; without one (None) everything stays.
+    limit: bytes that values may take together; without one (None) everything stays. Pinned ones stay anyway.
     """
 
-    __slots__ = ("_entries", "_order", "_priorities", "_removed", "limit", "num_bytes", "num_evicted")
+    __slots__ = ("_entries", "_order", "_pinned", "_priorities", "_removed", "limit", "num_bytes", "num_evicted")
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[Value, int]] = {}
         self._priorities: dict[Key, int] = {}
         self._order: EvictionQueue[Key] = EvictionQueue()
+        self._pinned: dict[Key, int] = {}
         self._removed: list[Key] = []
         self.limit: int | None = None
         self.num_bytes = 0
@@ -47,7 +48,7 @@ class Published(Generic[Key, Value]):
         self._priorities[key] = priority
         self._order.push(key, priority)
         self.num_bytes += num_bytes
-        while self.limit is not None and self.num_bytes > self.limit:
+        while self.limit is not None and self.num_bytes > self.limit and len(self._order):
             gone = self._order.pop()
             self.num_bytes -= self._entries.pop(gone)[1]
             del self._priorities[gone]
@@ -58,8 +59,26 @@ class Published(Generic[Key, Value]):
         """The value of a key, used just now. Raises `ValueError` when there is none."""
         if key not in self._entries:
             raise ValueError(f"{key!r} is not published; it was evicted, or never was")
-        self._order.push(key, self._priorities[key])
+        if key not in self._pinned:
+            self._order.push(key, self._priorities[key])
         return self._entries[key][0]
+
+    def pin(self, key: Key) -> bool:
+        """Keep the value of this key until it is unpinned as often as it was pinned; false when there is none."""
+        if key not in self._entries:
+            return False
+        self._pinned[key] = self._pinned.get(key, 0) + 1
+        self._order.discard(key)
+        return True
+
+    def unpin(self, key: Key) -> None:
+        """Take one pin of `key` back. Unknown keys are fine."""
+        if key not in self._pinned:
+            return
+        self._pinned[key] -= 1
+        if not self._pinned[key]:
+            del self._pinned[key]
+            self._order.push(key, self._priorities[key])
 
     def take_removed(self) -> list[Key]:
         """Keys that went since this was last asked, in that order."""
@@ -73,4 +92,5 @@ class Published(Generic[Key, Value]):
             self._order.discard(key)
         self._entries.clear()
         self._priorities.clear()
+        self._pinned.clear()
         self.num_bytes = 0

@@ -131,6 +131,10 @@ class Tables:
                 self.pool.release(step.table.compact())
         return applied
 
+    def settle(self) -> None:
+        """Free what the span has outgrown in all sequences. O(sequences + blocks freed)."""
+        self.apply(self.plan({}))
+
     def _forget(self, sequence: int, positions: Indices[int], lowest: int) -> _Step:
         table = self.sequences.get(sequence) or Sequence(self.block_size)
         return _Step(sequence, table, table.forgettable_blocks(self.span.retained_from(lowest)), positions, _NO_SLOTS)
@@ -159,7 +163,8 @@ class Tables:
             tail = table.table[len(table.table) - 1]
             is_published = self.pool.is_published(tail)
             # A published tail of our own is copied too, so that others find it; when the pool is short, we write to it.
-            step.copy_tail = self.pool.references(tail) - released[tail] > 1 or (is_published and not use_holes)
+            may_claim = use_holes and not self.pool.is_pinned(tail)
+            step.copy_tail = self.pool.references(tail) - released[tail] > 1 or (is_published and not may_claim)
             step.claim_tail = is_published and not step.copy_tail
             released[tail] += step.copy_tail
         step.num_new_blocks = max(0, -(-(count - room) // self.block_size))
@@ -316,7 +321,7 @@ class Tables:
         if len(removal.later):
             later = table.indices_between(removal.begin, table.end)
             for index in np.unique(later // self.block_size):
-                if self.pool.references(table.table[int(index)]) > 1:
+                if self._is_others(table.table[int(index)]):
                     self._make_own(table, int(index), applied)
                 else:
                     self.pool.unpublish(table.table[int(index)])
@@ -331,9 +336,13 @@ class Tables:
         kept = np.flatnonzero((positions >= 0) & ((positions < begin) | (positions >= end))) // self.block_size
         emptied = set(range(len(table.table))) - set(kept.tolist())
         num_free = self.pool.num_free + sum(self.pool.references(table.table[i]) == 1 for i in emptied)
-        needed = sum(self.pool.references(table.table[int(i)]) > 1 for i in np.unique(later // self.block_size))
+        needed = sum(self._is_others(table.table[int(i)]) for i in np.unique(later // self.block_size))
         if needed > num_free:
             raise CacheFull(needed * self.block_size, num_free * self.block_size)
+
+    def _is_others(self, block: int) -> bool:
+        """Whether somebody else needs what is in a block of ours: another sequence, or who pinned it."""
+        return self.pool.references(block) > 1 or self.pool.is_pinned(block)
 
     def free(self, sequence: int) -> None:
         """Give back everything that a sequence holds. Unknown sequences are fine."""

@@ -99,6 +99,8 @@ class Core:
             logits = self._run(plan)
             if logits is not None:
                 self._commit(plan, logits, events)
+            if self.prefixes is not None:
+                self.prefixes.sync()
             self.counts.num_steps += 1
             self.counts.step_seconds += time.perf_counter() - began
 
@@ -114,6 +116,7 @@ class Core:
         chooser = Chooser(request.params, 0, self._device)
         group = Group(request, 0.0)
         sample = Sample(-1, 0, group, tokens, len(tokens), chooser, TextStream(None, tokens), StopTexts(()))
+        sample.media = request.media
         if self.prefixes is not None:
             self.prefixes.begin(sample)
         return sample
@@ -138,6 +141,8 @@ class Core:
 
     def close(self) -> None:
         """Give the model its attention back and free the caches."""
+        if self.prefixes is not None:
+            self.prefixes.clear()  # listeners hear that all is gone
         if self.drafter is not None:
             self.drafter.close()
         self.runner.close()
@@ -200,6 +205,9 @@ class Core:
     def _plan(self, events: list[Event]) -> Plan:
         while True:
             plan = self.scheduler.plan(self._free())
+            is_short = plan.preempt is not None or plan.stuck is not None
+            if is_short and any(member.settle() for member in self.members):
+                continue  # windows had moved on
             if plan.preempt is not None:
                 self._preempt(plan.preempt)
             elif plan.stuck is not None:
@@ -324,6 +332,11 @@ class Core:
             self.prefixes.promises.withdraw(entry)
         sample.chain = None
         del sample.tokens[begin:end]
+        sample.media = [
+            replace(medium, index=medium.index - (end - begin if medium.index >= end else 0))
+            for medium in sample.media
+            if not begin <= medium.index < end
+        ]
         entry.num_tokens -= end - begin
 
     def finish(self, sample: Sample, reason: str, action: Action, now: float, events: list[Event]) -> None:
@@ -513,6 +526,7 @@ class Core:
             TextStream(self._tokenizer, tokens),
             StopTexts(params.stop),
         )
+        sample.media = group.request.media
         self.samples[sample.number] = group.samples[index] = sample
         return sample
 

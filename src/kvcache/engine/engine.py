@@ -157,7 +157,9 @@ class Engine:
         )
         request = self._named(prompt, params, salt)
         self.add(request)
-        return self._streamed(request.id)
+        events = self._streamed(request.id)
+        next(events)  # begun, so that it ends the request even if nobody ever asks for an event
+        return (event for event in events if event is not None)
 
     # --- for whoever drives it ----------------------------------------------------------------------------------------
 
@@ -179,6 +181,10 @@ class Engine:
         limit, what = self._limit(params.num_beams, len(tokens))
         if limit is not None and len(tokens) >= limit:
             raise RequestRefused(request.id, len(tokens) + 1, limit, what)
+        if self._core.prefixes is not None:
+            room = self._core.prefixes.room_beside_pins(self._core.probe(request, tokens))
+            if room is not None and len(tokens) >= room:
+                raise RequestRefused(request.id, len(tokens) + 1, room, "the cache, beside what is pinned,")
         self._core.begin(request, tokens)
         self._is_proven = False
         return request.id
@@ -263,8 +269,12 @@ class Engine:
         self._check_open()
         if self._core.prefixes is None:
             raise ValueError("the engine was made with prefix_cache=False; there is nothing to pin")
-        hit = self._core.prefixes.match(self._probe(prompt, salt))
-        self._core.prefixes.pin(hit.keys, is_pinned=is_pinned)
+        sample = self._probe(prompt, salt)
+        hit = self._core.prefixes.match(sample)
+        if is_pinned:
+            self._core.prefixes.pin(sample, hit)
+        else:
+            self._core.prefixes.unpin(sample)
         return hit.match
 
     def encode(self, **inputs: Tensor) -> Tensor:
@@ -336,8 +346,9 @@ class Engine:
             self._core.undelivered += [event for event in events if event.request_id not in ids]
             yield from (event for event in events if event.request_id in ids)
 
-    def _streamed(self, request_id: str) -> Iterator[Event]:
+    def _streamed(self, request_id: str) -> Iterator[Event | None]:
         try:
+            yield None
             yield from self._events_of({request_id})
         finally:
             self._drop(request_id)

@@ -39,6 +39,7 @@ class Prefixes:
         self._encoders = [m for m in members if isinstance(m, EncoderCache)]
         self.index = PrefixIndex([_member(member) for member in members])
         self.promises: Promises[Entry] = Promises()
+        self._pins: dict[tuple[bytes, tuple[int, ...]], list[Sequence[bytes]]] = {}
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ class Prefixes:
 
     def match(self, sample: Sample) -> Hit:
         """The longest prefix that all members can resume."""
-        self._sync()
+        self.sync()
         assert sample.chain is not None
         media = [(entry.index, entry.key) for entry in sample.media]
         return self.index.match(sample.chain, sample.tokens, media)
@@ -60,14 +61,19 @@ class Prefixes:
         return sample.awaited is not None and self.promises.owner(sample.awaited) is not None
 
     def awaits(self, sample: Sample, hit: Hit) -> Entry | None:
-        """Who is computing the block after those that are known; `sample` had better wait for it."""
-        assert sample.chain is not None
-        index = hit.num_known // self._block_size
-        if index >= len(sample.tokens) // self._block_size:
+        """Who is computing a block after those that are known; `sample` had better wait for it.
+
+        Not always the next one: windows and states are known only where somebody can resume.
+        """
+        if not self.promises:
             return None
-        key = sample.chain.key(sample.tokens, index)
-        owner = self.promises.owner(key)
-        if owner is None or owner.number == sample.number:
+        assert sample.chain is not None
+        for index in range(hit.num_known // self._block_size, len(sample.tokens) // self._block_size):
+            key = sample.chain.key(sample.tokens, index)
+            owner = self.promises.owner(key)
+            if owner is not None and owner.number != sample.number:
+                break
+        else:
             return None
         sample.awaited = key
         if self._states:
@@ -117,7 +123,7 @@ class Prefixes:
         chain, end, size = sample.chain, entry.num_computed, self._block_size
         if chain is None:
             return
-        self._sync()  # a key that was evicted and is published again must not be taken for gone
+        self.sync()  # a key that was evicted and is published again must not be taken for gone
         priority = entry.priority
         for index in range(sample.num_published, end // size):
             key = chain.key(sample.tokens, index)
@@ -157,38 +163,72 @@ class Prefixes:
         for number, states in self._states:
             if states.publish(sample.number, key, priority):
                 self.index.stored(number, chain, sample.tokens, begin, end, key)
-        self._sync()
+        self.sync()
 
     # --- keeping and proving ------------------------------------------------------------------------------------------
 
-    def pin(self, keys: Sequence[bytes], *, is_pinned: bool) -> None:
-        """Keep these blocks from eviction, or no more."""
+    def pin(self, sample: Sample, hit: Hit) -> None:
+        """Keep what was found of a prompt from eviction: blocks, and the state at its end."""
+        assert sample.chain is not None
+        for _, member in self._causal:
+            for key in hit.keys:
+                member.tables.pool.pin(key)
+        for _, states in self._states:
+            for key in hit.keys[-1:]:
+                states.published.pin(key)
+        self._pins.setdefault((sample.chain.root, tuple(sample.tokens)), []).append(hit.keys)
+
+    def unpin(self, sample: Sample) -> None:
+        """Take back what `pin` did last for this prompt, whatever is cached of it by now."""
+        assert sample.chain is not None
+        name = (sample.chain.root, tuple(sample.tokens))
+        pins = self._pins.get(name)
+        if not pins:
+            return
+        keys = pins.pop()
+        if not pins:
+            del self._pins[name]
         for _, member in self._causal:
             for key in keys:
-                if is_pinned:
-                    member.tables.pool.pin(key)
-                else:
-                    member.tables.pool.unpin(key)
+                member.tables.pool.unpin(key)
+        for _, states in self._states:
+            for key in keys[-1:]:
+                states.published.unpin(key)
+
+    def room_beside_pins(self, sample: Sample) -> int | None:
+        """Tokens that this prompt and its output may have while all that is pinned stays; None: any."""
+        if not any(member.tables.pool.num_pinned for _, member in self._causal):
+            return None
+        hit, room = self.match(sample), None
+        for _, member in self._causal:
+            pool, shape = member.tables.pool, member.span.resolve(1)
+            blocks = [pool.find(key) for key in hit.keys[: hit.match.num_tokens // self._block_size]]
+            own = sum(block is not None and pool.is_pinned(block) for block in blocks)
+            tokens = (pool.num_blocks - pool.num_pinned + own - 1) * self._block_size
+            if shape.num_retained(2**62) + 3 * self._block_size > tokens:
+                room = tokens if room is None else min(room, tokens)
+        return room
 
     def clear(self) -> None:
-        """Forget everything that is cached; sequences under way keep theirs."""
+        """Forget everything that is cached, pinned or not; sequences under way keep theirs."""
+        self._pins.clear()
         for _, member in self._causal:
             member.tables.pool.clear()
         for _, states in self._states:
             states.published.clear()
         for encoder in self._encoders:
             encoder.published.clear()
-        self._sync()
+        self.sync()
 
     def check(self) -> None:
         """Raise `CorruptState` unless the index says what the members hold. O(blocks)."""
-        self._sync()
+        self.sync()
         self.index.check()
         for number, member in self._causal:
             if unknown := set(member.tables.pool.keys) - set(self.index.keys):
                 raise CorruptState(f"member {number} has {len(unknown)} published blocks that the index does not know")
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         """Tell the index what the members have evicted."""
         for number, member in self._causal:
             if removed := member.tables.pool.take_removed():
@@ -196,6 +236,8 @@ class Prefixes:
         for number, states in self._states:
             if removed := states.published.take_removed():
                 self.index.removed(number, removed)
+        for encoder in self._encoders:
+            encoder.published.take_removed()  # media are no blocks: nobody is told
 
 
 def _member(cache: Cache) -> Member:

@@ -41,7 +41,8 @@ class Group:
 class Sample:
     """One output. `tokens` is its context: the prompt and what was generated, less what a context shift took out.
 
-    generated: all that was, the last of which may not be computed yet. drafts: guesses of the next ones.
+    media: the request's, as they stand in `tokens`. generated: all that was, the last of which may not be computed yet.
+    drafts: guesses of the next ones.
     chain: None where nothing is to be published (any more); num_published: its blocks that have been.
     awaited: the block of another request that it waits for.
     """
@@ -56,6 +57,7 @@ class Sample:
     stops: StopTexts
     generated: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
+    media: Sequence[MediaInput] = ()
     chain: Chain | None = None
     num_published: int = 0
     awaited: bytes | None = None
@@ -69,10 +71,6 @@ class Sample:
     @property
     def request(self) -> Request:
         return self.group.request
-
-    @property
-    def media(self) -> Sequence[MediaInput]:
-        return self.group.request.media
 
     @property
     def num_generated(self) -> int:

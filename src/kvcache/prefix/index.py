@@ -215,6 +215,8 @@ class PrefixIndex:
 def _reason(point: int, num_known: int, limit: int, blamed: Member | None) -> str:
     if blamed is not None:
         return f"forgotten: {num_known} tokens are known, and {blamed} can resume at {point} at most"
+    if not limit:
+        return "short: a prompt of one token, which is always computed"
     if point == limit:
         return "whole: all but the last token"
     if not point:
@@ -231,6 +233,9 @@ class Promises(Generic[Owner]):
     def __init__(self) -> None:
         self._owners: dict[bytes, Owner] = {}
         self._keys: dict[Owner, list[bytes]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._owners)
 
     def make(self, owner: Owner, keys: Iterable[bytes]) -> None:
         """`owner` is going to compute these, unless somebody else is."""
