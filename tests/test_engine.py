@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from engines import (
-    DECODERS,
     assert_empty,
     check_greedy,
     drained,
@@ -21,89 +20,12 @@ from engines import (
     tree,
 )
 from families import FAMILIES, VOCABULARY
-from kvcache import Completion, CorruptState, Engine, Finished, Full, NotSupported, Request, SamplingParams, Token
+from kvcache import Completion, CorruptState, Engine, Finished, NotSupported, Request, SamplingParams, Token
 from kvcache.engine.drafts import Drafter
 from kvcache.engine.shift import num_discarded
-from kvcache.prefix import Removed, Stored
 from kvcache.request import Event, MediaInput, RequestRefused
 
 # --- the same tokens as alone -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"prefix_cache": False}, {}, {"max_batch_tokens": 9}], ids=str)
-@pytest.mark.parametrize("name", DECODERS)
-def test_shared_evicted_and_preempted_outputs_are_those_of_each_alone(name: str, options: dict[str, Any]) -> None:
-    """A tree of prompts through a pool so small that it evicts and preempts; everything is given back."""
-    prompts = tree(1, 16)
-    lengths = [4 + number % 9 for number in range(len(prompts))]
-    with engine_for(name, 16, **options) as engine:
-        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            engine.add(Request(str(number), prompt, SamplingParams(max_tokens=length), priority=number % 2))
-        done = drained(engine)
-        assert_empty(engine)
-        counts, metrics = engine.counts, engine.metrics()
-        grows = any(isinstance(member.span, Full) for member in engine._core.members)
-        assert counts.num_preemptions or not grows  # windows and states alone have room enough
-        if options.get("prefix_cache", True):
-            assert counts.num_cached_tokens
-            assert metrics.num_evicted_blocks or not grows
-    for number, prompt in enumerate(prompts):
-        completion = done[str(number)]
-        assert (completion.finish_reason, len(completion.token_ids)) == ("length", lengths[number])
-        assert completion.prompt_tokens == len(prompt) > completion.cached_tokens
-        check_greedy(name, prompt, completion.token_ids)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_three_hundred_requests_that_come_and_go(name: str) -> None:
-    """Arrivals while others run, aborts, priorities, salts, a pool of 40 blocks; a listener rebuilds what is cached."""
-    chance = random.Random(7)
-    prompts = tree(2, 300)
-    cached: set[tuple[bytes, int]] = set()
-
-    def listen(event: Stored | Removed) -> None:
-        entry = (event.key, event.member)
-        assert (entry in cached) is isinstance(event, Removed)
-        cached.symmetric_difference_update({entry})
-
-    finished: dict[str, Completion] = {}
-    streamed: dict[str, list[int]] = {str(number): [] for number in range(300)}
-    with engine_for(name, 40, max_batch_tokens=48) as engine:
-        assert engine.prefixes is not None
-        engine.prefixes.index.listeners.append(listen)
-        added, num_steps = 0, 0
-        while added < 300 or not engine.is_idle:
-            for _ in range(chance.choice((0, 1, 3))):
-                if added < 300:
-                    params = SamplingParams(max_tokens=chance.randrange(1, 9))
-                    salt = chance.choice((None, None, None, "a"))
-                    engine.add(Request(str(added), prompts[added], params, chance.choice((0, 0, 1)), salt))
-                    added += 1
-            if chance.random() < 0.3:
-                engine.abort(str(chance.randrange(max(0, added - 8), added + 1)))
-            for event in engine.step():
-                match event:
-                    case Token(token, request_id=request_id):
-                        streamed[request_id].append(token)
-                    case Finished(completion):
-                        assert completion.request_id not in finished
-                        finished[completion.request_id] = completion
-            num_steps += 1
-            if num_steps % 5 == 0:
-                engine.check()
-        assert_empty(engine)
-        held = {(key, member) for member, cache in enumerate(engine._core.members) for key in cache.tables.pool.keys}
-        assert cached == held
-        engine.prefixes.clear()
-        assert not cached
-        assert_empty(engine)
-        reasons = Counter(completion.finish_reason for completion in finished.values())
-        assert reasons["length"] > 200 and reasons["abort"] > 5 and sum(reasons.values()) == 300
-        assert engine.counts.num_hits > 100
-    for request_id, completion in finished.items():
-        assert streamed[request_id] == list(completion.token_ids)
-        if completion.token_ids:
-            check_greedy(name, prompts[int(request_id)], completion.token_ids)
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "q8_0", ("q8_0", "q4_0")], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,10 +21,16 @@ from engines import (
     reference,
     word_tokenizer,
 )
-from families import FAMILIES, VOCABULARY
+from families import FAMILIES, VOCABULARY, one_thread
 from kvcache import Completion, Engine, Finished, Request, SamplingParams, Token
 from kvcache.caches import EncoderCache
 from kvcache.request import Event, MediaInput, RequestRefused
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @torch.inference_mode()
