@@ -19,7 +19,7 @@ from kvcache.bench.table import Cell, Table
 __all__ = ["plot"]
 
 INK, FAINT = "#7d8590", "#7d859055"
-COLOURS = ("#2f81f7", "#e3792b", "#2da44e", "#bf5fd0", "#c9a227", "#d1495b")
+COLOURS = ("#2f81f7", "#e3792b", "#2da44e", "#bf5fd0", "#c9a227", "#d1495b", "#1aa6a6", "#9a7b5f")
 WIDTH, HEIGHT = 300.0, 240.0  # of a panel's axes
 LEFT, TOP, GAP = 58.0, 62.0, 78.0
 LEGEND = 66.0
@@ -124,8 +124,11 @@ def _roofline(lines: Sequence[_Line], bandwidth: float, peak: float, colours: di
     y_axis = _logarithmic("GFLOP/s", min(ys) / 2, max(ys) * 2)
     low, high = min(xs) / 2, max(xs) * 2
     roof = [(low, low * bandwidth), (peak / bandwidth, peak), (high, peak)]
-    note = f"limits: {bandwidth:.1f} GB/s, {peak:.0f} GFLOP/s"
-    return _panel("Roofline", x_axis, y_axis, lines, colours, left, _Line(note, roof, joined=True))
+    limit = _Line(f"limits: {bandwidth:.1f} GB/s, {peak:.0f} GFLOP/s", roof, joined=True)
+    # Decode reads each token for one query, prefill for many: nothing lies between.
+    groups = [("decode", min(x for x, _ in every)), ("prefill", max(x for x, _ in every))]
+    marks = [_text(left + WIDTH * x_axis.place(x), TOP + HEIGHT - 6, name, anchor="middle") for name, x in groups]
+    return _panel("Roofline", x_axis, y_axis, lines, colours, left, limit) + marks
 
 
 def _scaling(table: Table, label: str, bandwidth: float, colours: dict[str, str], left: float) -> list[str]:
@@ -172,7 +175,7 @@ def _panel(
         return left + WIDTH * x_axis.place(x), TOP + HEIGHT * (1 - y_axis.place(y))
 
     bottom = TOP + HEIGHT
-    parts = [_text(left, TOP - 12, title, size=12, weight="600")]
+    parts = [_text(left, TOP - 12, f"{title}, {y_axis.label}", size=12, weight="600")]
     for value, name in x_axis.ticks:
         x, _ = at(value, limit.points[0][1])
         parts += [_segment([(x, TOP), (x, bottom)], FAINT), _text(x, bottom + 15, name, anchor="middle")]
@@ -180,7 +183,6 @@ def _panel(
         y = TOP + HEIGHT * (1 - y_axis.place(value))
         parts += [_segment([(left, y), (left + WIDTH, y)], FAINT), _text(left - 6, y + 4, name, anchor="end")]
     parts.append(_text(left + WIDTH / 2, bottom + 32, x_axis.label, anchor="middle"))
-    parts.append(_text(left, TOP - 12, y_axis.label, anchor="end"))
     places = [at(*point) for point in limit.points]
     parts.append(_segment(places, INK, dash="5 4", width=1.5))
     parts.append(_text(left + WIDTH - 4, places[-1][1] - 6, limit.name, anchor="end"))

@@ -23,6 +23,7 @@ Visit: TypeAlias = Callable[[int], list[float]]
 PAUSE_SECONDS = 0.01
 """Threads of OpenMP spin for some milliseconds after their work, on the cores that the next contender wants."""
 MAX_CALLS = 40
+SLOW_SECONDS = 0.3
 MIN_ROUNDS = 3
 
 
@@ -54,8 +55,11 @@ def timed(function: Callable[[], object]) -> Visit:
 
 
 def alternate(contenders: Mapping[str, Visit], effort: Effort) -> dict[str, float]:
-    """Median seconds of a call of each contender. Each is first called twice, uncounted: that compiles and plans."""
-    shares = {name: _share(min(visit(1) + visit(1)), effort) for name, visit in contenders.items()}
+    """Median seconds of a call of each contender.
+
+    Each is first called twice, uncounted, which compiles and plans; one that takes long is called once.
+    """
+    shares = {name: _share(_first(visit), effort) for name, visit in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(max(share.rounds for share in shares.values())):
         for name, visit in contenders.items():
@@ -66,6 +70,11 @@ def alternate(contenders: Mapping[str, Visit], effort: Effort) -> dict[str, floa
             # The uncounted call wakes the threads; one that takes long has woken them in its first moments.
             times[name] += visit(share.calls + 1)[1:] if share.calls > 1 else visit(1)
     return {name: median(measured) for name, measured in times.items()}
+
+
+def _first(visit: Visit) -> float:
+    (seconds,) = visit(1)
+    return seconds if seconds > SLOW_SECONDS else min(seconds, *visit(1))
 
 
 def _share(seconds: float, effort: Effort) -> _Share:
