@@ -19,6 +19,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
 import serving
+from kvcache import Finished, Request, SamplingParams
 from kvcache.server import Server, Settings
 from serving import NAME, TEMPLATE, Served, events, eventually
 
@@ -118,6 +119,27 @@ def test_best_of_chooses_the_likelier(served: Served) -> None:
     best = served.complete(PROMPT, n=1, best_of=3, **options)["choices"]
     assert len(best) == 1
     assert likelihood(best[0]) == pytest.approx(max(map(likelihood, all_three)), abs=1e-3)
+
+
+def test_a_bias_forbids_a_token_and_one_beyond_the_vocabulary_is_refused(served: Served) -> None:
+    plain = served.text(PROMPT, max_tokens=4)
+    biased = served.text(PROMPT, max_tokens=4, logit_bias={str(ord(plain[0]) - 32): -100})
+    assert biased and biased[0] != plain[0]
+    answer = served.post("/v1/completions", prompt=PROMPT, logit_bias={"99": 1})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "names token 99" in answer.json()["error"]["message"]
+
+
+def test_beams_are_the_engines(served: Served) -> None:
+    answer = served.complete(PROMPT, max_tokens=6, n=2, best_of=3, use_beam_search=True)
+    with serving.engine() as alone:
+        alone.add(Request("it", PROMPT, SamplingParams(max_tokens=6, n=2, num_beams=3)))
+        happened = [event for _ in range(8) for event in alone.step()]
+    texts = [event.completion.text for event in happened if isinstance(event, Finished)]
+    assert [choice["text"] for choice in answer["choices"]] == texts and len(texts) == 2
+    assert answer["usage"]["completion_tokens"] == 12
+    many = served.post("/v1/completions", prompt="x", n=5, use_beam_search=True)
+    assert (many.status_code, "5 outputs" in many.text) == (400, True)
 
 
 def test_logprobs_and_echo(served: Served) -> None:
@@ -363,6 +385,25 @@ def test_when_too_many_are_under_way_others_are_told_to_wait() -> None:
             answer = served.post("/v1/completions", prompt="x")
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert answer.json()["error"]["code"] == "overloaded"
+        eventually(lambda: served.post("/v1/completions", prompt="x").status_code == 200)
+
+
+def test_beyond_the_bound_of_connections_the_answer_is_json_of_the_right_wire() -> None:
+    with serving.serving(Settings(port=0, max_connections=3)) as served:
+        held = [served.connect() for _ in range(3)]
+        try:
+            eventually(lambda: served.post("/v1/completions", prompt="x").status_code == 503)
+            answer = served.post("/v1/completions", prompt="x")
+            assert answer.headers["content-type"] == "application/json"
+            assert (answer.headers["retry-after"], answer.headers["connection"]) == ("1", "close")
+            assert answer.json()["error"]["code"] == "overloaded"
+            ollama = served.post("/api/generate", prompt="x")
+            assert (ollama.status_code, list(ollama.json())) == (503, ["error"])
+            assert served.client.get("/health").status_code == 200
+            assert served.metrics()["kvcache_http_answers_total{status=503}"] >= 3
+        finally:
+            for connection in held:
+                connection.close()
         eventually(lambda: served.post("/v1/completions", prompt="x").status_code == 200)
 
 

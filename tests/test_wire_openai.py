@@ -57,6 +57,12 @@ def test_wire_formats_load_no_tensor_library_and_no_http() -> None:
         ({"presence_penalty": -1, "frequency_penalty": 2}, {"presence_penalty": -1.0, "frequency_penalty": 2.0}),
         ({"ignore_eos": True, "stop_token_ids": [5]}, {"ignore_eos": True, "stop_token_ids": (5,)}),
         ({"context_shift": True, "keep": 5}, {"context_shift": True, "keep": 5}),
+        ({"logit_bias": {"50256": -100, "7": 2.5}}, {"logit_bias": {50256: -100.0, 7: 2.5}}),
+        ({"use_beam_search": True, "n": 3}, {"temperature": 0.0, "n": 3, "num_beams": 3}),
+        (
+            {"use_beam_search": True, "best_of": 4, "length_penalty": 0.5, "early_stopping": "never"},
+            {"temperature": 0.0, "num_beams": 4, "length_penalty": 0.5, "early_stopping": "never"},
+        ),
     ],
 )
 def test_a_completion_body_becomes_sampling_parameters(fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -73,6 +79,7 @@ def test_a_completion_body_becomes_sampling_parameters(fields: dict[str, Any], e
         ({"logprobs": True}, {"max_tokens": ROOM, "logprobs": 0}),
         ({"logprobs": True, "top_logprobs": 3}, {"max_tokens": ROOM, "logprobs": 3}),
         ({"logprobs": False}, {"max_tokens": ROOM}),
+        ({"logit_bias": {"5": 10}}, {"max_tokens": ROOM, "logit_bias": {5: 10.0}}),
     ],
 )
 def test_a_chat_body_becomes_sampling_parameters(fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -99,7 +106,6 @@ UNSERVED: dict[str, Any] = {
     "function_call": "auto",
     "tool_choice": "required",
     "response_format": {"type": "json_object"},
-    "logit_bias": {"5": 10},
     "modalities": ["text", "audio"],
     "audio": {"voice": "x"},
     "prediction": {"type": "content"},
@@ -157,6 +163,17 @@ def test_fields_that_ask_for_nothing_pass(fields: dict[str, Any]) -> None:
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"length_penalty": 1.0}, "length_penalty"),
+        ({"early_stopping": True}, "early_stopping"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
+        ({"use_beam_search": True, "context_shift": True}, "context_shift"),
     ],
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:

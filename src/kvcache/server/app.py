@@ -75,8 +75,10 @@ class _Pages:
         return Response(text, media_type="text/plain; version=0.0.4")
 
 
-def application(shared: Shared, instruments: Instruments, version: str, lifespan: Lifespan) -> Starlette:
-    """The ASGI application. `lifespan` starts and stops what `shared` holds."""
+def application(
+    shared: Shared, instruments: Instruments, version: str, lifespan: Lifespan, num_connections: Callable[[], int]
+) -> Starlette:
+    """The ASGI application. `lifespan` starts and stops what `shared` holds; num_connections: that are open now."""
     endpoints = _endpoints(shared, version)
     description = described([each.operation for each in endpoints], shared.model.name, version)
 
@@ -93,7 +95,9 @@ def application(shared: Shared, instruments: Instruments, version: str, lifespan
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, settings=shared.settings, instruments=instruments)],
+        middleware=[
+            Middleware(Guard, settings=shared.settings, instruments=instruments, num_connections=num_connections)
+        ],
         exception_handlers=dict.fromkeys((*_TROUBLES, Exception), failed),
         lifespan=lifespan,
     )

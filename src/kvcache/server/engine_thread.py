@@ -62,7 +62,7 @@ class Ticket:
 
     def __init__(self, requests: Sequence[Request], loop: asyncio.AbstractEventLoop) -> None:
         self.requests = tuple(requests)
-        self.num_samples = sum(request.params.num_samples for request in requests)
+        self.num_sequences = sum(request.params.num_sequences for request in requests)
         self.loop = loop
         self._numbers = {request.id: number for number, request in enumerate(requests)}
         self._unfinished = set(self._numbers)
@@ -149,7 +149,7 @@ class EngineThread:
     @property
     def num_open(self) -> int:
         """Completions under way or waiting."""
-        return sum(ticket.num_samples for ticket in self._open)
+        return sum(ticket.num_sequences for ticket in self._open)
 
     @contextmanager
     def opened(self, requests: Sequence[Request]) -> Iterator[Ticket]:
@@ -157,7 +157,7 @@ class EngineThread:
         if self._unavailable is not None:
             raise self._unavailable
         ticket = Ticket(requests, asyncio.get_running_loop())
-        if self._open and self.num_open + ticket.num_samples > self._max_open:
+        if self._open and self.num_open + ticket.num_sequences > self._max_open:
             raise Unavailable(
                 f"{self.num_open} completions are under way or wait, and at most {self._max_open} may; try again later",
                 "overloaded",

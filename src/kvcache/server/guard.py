@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, final
 
 from starlette.datastructures import Headers
@@ -25,6 +25,8 @@ _FORGOTTEN_FACTOR: Final = 8
 """A refused body is read up to so many times the bound; beyond that the connection is cut."""
 
 _OPEN_TO_ALL: Final = frozenset({"/health"})
+_ALWAYS_ANSWERED: Final = frozenset({"/health", "/metrics"})
+"""Who watches the server must be answered when it has too much to do."""
 
 
 class _Gone(Exception):
@@ -33,10 +35,13 @@ class _Gone(Exception):
 
 @final
 class Guard:
-    """Checks host, key and size of each request, and counts the answers."""
+    """Checks host, key and size of each request, and counts the answers. num_connections: that are open now."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, instruments: Instruments) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: Settings, instruments: Instruments, num_connections: Callable[[], int]
+    ) -> None:
         self._app = app
+        self._num_connections = num_connections
         self._settings = settings
         self._instruments = instruments
 
@@ -50,6 +55,9 @@ class Guard:
                 self._instruments.answered(message["status"])
             await send(message)
 
+        if self._num_connections() > self._settings.max_connections and scope["path"] not in _ALWAYS_ANSWERED:
+            await error_response(self._crowded(), scope["path"])(scope, receive, counted)
+            return
         trouble = self._objection(scope)
         try:
             body = await self._read(receive, is_kept=trouble is None)
@@ -61,6 +69,16 @@ class Guard:
             await error_response(trouble, scope["path"])(scope, receive, counted)
             return
         await self._app(scope, _replayed(body, receive), counted)
+
+    def _crowded(self) -> Trouble:
+        """There are too many connections: the answer comes before the body, and with it the end of this one."""
+        return Trouble(
+            503,
+            f"more than {self._settings.max_connections} connections are open; try again later",
+            "server_error",
+            code="overloaded",
+            headers={"connection": "close", "retry-after": "1"},
+        )
 
     def _objection(self, scope: Scope) -> Trouble | None:
         headers, settings = Headers(scope=scope), self._settings

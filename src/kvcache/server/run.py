@@ -86,7 +86,7 @@ class Server:
         self._socket = sock or bind(self.settings)
         host, port = self._socket.getsockname()[:2]
         self.address = (str(host), int(port))
-        self.app = application(self._shared, instruments, _version(), self._lifespan)
+        self.app = application(self._shared, instruments, _version(), self._lifespan, self._num_connections)
         self._uvicorn = uvicorn.Server(self._config())
         self._thread: threading.Thread | None = None
 
@@ -133,6 +133,10 @@ class Server:
             self._shared.prompts.close()
             self._socket.close()
 
+    def _num_connections(self) -> int:
+        """Open ones. Uvicorn's own bound would answer in plain text."""
+        return len(self._uvicorn.server_state.connections)
+
     def _config(self) -> uvicorn.Config:
         settings = self.settings
         return uvicorn.Config(
@@ -144,7 +148,6 @@ class Server:
             log_level="error",
             access_log=False,
             server_header=False,
-            limit_concurrency=settings.max_connections,
             timeout_keep_alive=max(1, round(settings.idle_seconds)),
             timeout_graceful_shutdown=round(settings.grace_seconds + _STOP_SECONDS),
         )

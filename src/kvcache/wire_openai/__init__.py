@@ -4,7 +4,8 @@
     Token, Completion -> objects for JSON                     `replies_to(body, ...)`, one for each HTTP request
 
 Beyond OpenAI's fields it takes those that other servers have: `top_k`, `min_p`, `repetition_penalty`, `ignore_eos`,
-`stop_token_ids`, `context_shift`, `keep`, and `cache_salt`, which separates tenants.
+`stop_token_ids`, `context_shift`, `keep`, `use_beam_search`, `length_penalty`, `early_stopping`, and `cache_salt`,
+which separates tenants.
 """
 
 from __future__ import annotations

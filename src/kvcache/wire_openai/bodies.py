@@ -4,8 +4,10 @@
 |---------------------------------------------------------------|-----------------------------------------------|
 | we can serve                                                  | checked, and goes into the `SamplingParams`   |
 | never changes an answer (`user`, `store`, `metadata`)          | accepted                                      |
-| would change it in a way we cannot (`tools`, `logit_bias`)     | refused by name, unless it asks for nothing   |
+| would change it in a way we cannot (`tools`, `suffix`)         | refused by name, unless it asks for nothing   |
 | nobody knows                                                  | refused, as OpenAI does                       |
+
+Beam search has vLLM's names: with `use_beam_search` there are `best_of` beams (`n` where that is not given).
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from kvcache.wire import Body, Invalid, Refused, parse
 __all__ = ["ChatBody", "CompletionBody", "Message", "parse_chat", "parse_completion"]
 
 Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Bias: TypeAlias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=1024),
+]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
 Prompt: TypeAlias = (
@@ -51,6 +57,7 @@ class _Common(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    logit_bias: Bias | None = None
     # of other servers
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
@@ -59,11 +66,12 @@ class _Common(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     context_shift: bool | None = False
     keep: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
+    use_beam_search: bool | None = False
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     # without effect
     user: str | None = None
-    # refused by name
-    logit_bias: Annotated[Any, Refused()] = None
 
     @property
     def wants_usage(self) -> bool:
@@ -75,11 +83,26 @@ class _Common(Body):
         """Completions of each prompt."""
         return self.n or 1
 
+    def check_beams(self) -> None:
+        """Raises `Invalid` for what does not go with beam search, or only with it."""
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) is not None:
+                    raise Invalid(f"{name} is for beams only; set use_beam_search, or leave it out", name)
+            return
+        if self.stream:
+            raise Invalid("beams cannot be streamed: the best is known at the end; set stream to false", "stream")
+        if "temperature" in self.model_fields_set and self.temperature:
+            raise Invalid(f"temperature is {self.temperature}; expected 0: beams are not drawn", "temperature")
+        if self.context_shift:
+            raise Invalid("context_shift does not go with use_beam_search; leave it out", "context_shift")
+
     def _sampling(self, max_tokens: int, logprobs: int | None, best_of: int | None = None) -> SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        searches, num_beams = bool(self.use_beam_search), best_of or self.num_choices
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=_or(self.temperature, 1.0),
+            temperature=0.0 if searches else _or(self.temperature, 1.0),
             top_p=_or(self.top_p, 1.0),
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
@@ -92,7 +115,11 @@ class _Common(Body):
             frequency_penalty=self.frequency_penalty or 0.0,
             logprobs=logprobs,
             n=self.num_choices,
-            best_of=best_of,
+            best_of=None if searches else best_of,
+            logit_bias={int(token): value for token, value in (self.logit_bias or {}).items()},
+            num_beams=num_beams if searches else 1,
+            length_penalty=_or(self.length_penalty, 1.0),
+            early_stopping=self.early_stopping or False,
             context_shift=bool(self.context_shift),
             keep=self.keep or 0,
         )
@@ -203,6 +230,7 @@ def parse_completion(raw: bytes) -> CompletionBody:
         )
     if body.stream and body.best_of not in (None, body.num_choices):
         raise Invalid("best_of cannot be streamed: the best is known at the end; set stream to false", "best_of")
+    body.check_beams()
     if body.echo and body.logprobs is not None:
         raise Invalid(
             "logprobs of the prompt are not computed; leave out echo or logprobs", "echo", "unsupported_parameter"
@@ -215,4 +243,5 @@ def parse_chat(raw: bytes) -> ChatBody:
     body = parse(ChatBody, raw)
     if body.top_logprobs and not body.logprobs:
         raise Invalid(f"top_logprobs is {body.top_logprobs} and logprobs is not true; set it", "top_logprobs")
+    body.check_beams()
     return body
