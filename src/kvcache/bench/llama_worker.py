@@ -3,17 +3,22 @@
 Not a module of kvcache and imports nothing of it: `outside.py` starts this file there, writes one request a line (JSON)
 to its standard input and reads one answer a line. llama-cpp-python brings ggml's libraries along; a graph of one node,
 `ggml_flash_attn_ext`, is what llama.cpp computes in each layer, over a cache laid out as its own: [S,H,D] of each
-sequence, f16 or quantised, queries in f32. The graph is planned before and that is not timed.
+sequence, f16 or quantised, queries in f32. The graph is planned before and that is not timed. `load` and `complete` run
+whole requests from a .gguf file, with the weights as they are stored there and one request after the other, which is
+what the Python package does; the prefix that a prompt has in common with the one before is kept.
 
     {"do": "hello"}                                                             {"version": "0.3.36", "threads": 2}
     {"do": "attention", "name": "a", "format": "f16", "sequences": 8, ...}      {"ok": true}
     {"do": "visit", "name": "a", "calls": 3}                                    {"seconds": [...]}
     {"do": "drop", "name": "a"}                                                 {"ok": true}
+    {"do": "load", "file": "/tmp/model.gguf", "num_tokens": 4608, ...}          {"seconds": 0.8}
+    {"do": "complete", "prompts": [[1, 2], [1, 3]], "num_out": 64}              {"seconds": 7.1}
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import json
 import os
@@ -209,6 +214,31 @@ class Worker:
             call()
             seconds.append(time.perf_counter() - begin)
         return {"seconds": seconds}
+
+    # --- whole models ---
+
+    def load(self, file: str, num_tokens: int, max_batch: int) -> dict[str, Any]:
+        """Opens the file."""
+        began = time.perf_counter()
+        self.llm = importlib.import_module("llama_cpp").Llama(
+            file,
+            n_ctx=num_tokens,
+            n_batch=max_batch,
+            n_ubatch=max_batch,
+            n_threads=self.threads,
+            n_threads_batch=self.threads,
+            verbose=False,
+        )
+        return {"seconds": time.perf_counter() - began}
+
+    def complete(self, prompts: list[list[int]], num_out: int) -> dict[str, Any]:
+        """One prompt after the other, greedily, to exactly `num_out` tokens each."""
+        began = time.perf_counter()
+        for prompt in prompts:
+            for count, _ in enumerate(self.llm.generate(prompt, temp=0.0, repeat_penalty=1.0), 1):
+                if count == num_out:
+                    break
+        return {"seconds": time.perf_counter() - began}
 
 
 def main() -> None:

@@ -5,6 +5,8 @@
 | vLLM      | benchmarks/.venv-vllm  | `vllm_worker.py`  | `cpu_attention_with_kv_cache`, and its cache's write |
 | llama.cpp | benchmarks/.venv-llama | `llama_worker.py` | `ggml_flash_attn_ext`, in f16 and quantised          |
 
+Both run whole models, too, for `serving.py`.
+
 `benchmarks/peers.sh` makes the environments. They are looked for from the working directory, or where
 `KVCACHE_VLLM_PYTHON` and `KVCACHE_LLAMA_PYTHON` point. Who cannot be had raises `RuntimeError` with the reason.
 """
@@ -23,7 +25,7 @@ from typing import Any, final
 from kvcache.bench.paged import Case, Heads
 from kvcache.bench.timing import Visit
 
-__all__ = ["LLAMA", "VLLM", "VLLM_BLOCK", "Llama", "Vllm", "find_python"]
+__all__ = ["LLAMA", "VLLM", "VLLM_BLOCK", "Llama", "Pipe", "Vllm", "find_python"]
 
 VLLM, LLAMA = "vLLM", "llama.cpp"
 VLLM_BLOCK = 128
@@ -40,8 +42,8 @@ def find_python(peer: str) -> Path | None:
 
 
 @final
-class _Pipe:
-    """A running worker, and its answers."""
+class Pipe:
+    """A running worker of `vllm` or `llama`, and its answers."""
 
     def __init__(self, peer: str, num_threads: int, stack: ExitStack) -> None:
         python = find_python(peer)
@@ -102,7 +104,7 @@ class Vllm:
     """vLLM's operators over a pool of its own, in bf16. The process ends with `stack`."""
 
     def __init__(self, heads: Heads, num_slots: int, *, num_threads: int, stack: ExitStack) -> None:
-        self._pipe = _Pipe("vllm", num_threads, stack)
+        self._pipe = Pipe("vllm", num_threads, stack)
         self._pipe.ask(do="pool", num_slots=num_slots, heads=heads, block_size=VLLM_BLOCK, seed=0)
         self._pipe.check(sequences=1, tokens=VLLM_BLOCK)
         hello = self._pipe.hello
@@ -126,7 +128,7 @@ class Llama:
     """llama.cpp's attention over caches of its own. The process ends with `stack`."""
 
     def __init__(self, heads: Heads, *, num_threads: int, stack: ExitStack) -> None:
-        self._pipe, self._heads = _Pipe("llama", num_threads, stack), heads
+        self._pipe, self._heads = Pipe("llama", num_threads, stack), heads
         self._pipe.check(heads=heads, tokens=64, queries=1)
         hello = self._pipe.hello
         self.label = f"llama-cpp-python {hello['version']} ({hello['threads']} threads), f16, queries f32"

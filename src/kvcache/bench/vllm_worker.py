@@ -2,12 +2,15 @@
 
 Not a module of kvcache and imports nothing of it: `outside.py` starts this file there, writes one request a line (JSON)
 to its standard input and reads one answer a line. The operator is called as each layer of vLLM calls it; what vLLM
-prepares once per step for all layers (its scheduler metadata), as we prepare our plan, is not timed.
+prepares once per step for all layers (its scheduler metadata), as we prepare our plan, is not timed. `load` and
+`complete` run vLLM itself, whole requests through its engine.
 
     {"do": "hello"}                                                                  {"version": "0.32.0", ...}
     {"do": "pool", "num_slots": 131072, "heads": [32, 8, 128], "block_size": 128}    {"ok": true}
     {"do": "attention", "name": "a", "sequences": 8, "tokens": 8192, ...}            {"ok": true}
     {"do": "visit", "name": "a", "calls": 3}                                         {"seconds": [...]}
+    {"do": "load", "folder": "/tmp/model", "num_tokens": 4608, ...}                  {"seconds": 95.1}
+    {"do": "complete", "prompts": [[1, 2], [1, 3]], "num_out": 64}                   {"seconds": 4.5}
 """
 
 from __future__ import annotations
@@ -138,6 +141,37 @@ class Worker:
         q, k, v = (part.view(sequences, -1, *part.shape[1:]).transpose(1, 2).float() for part in (rows, keys, values))
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return {"difference": (expected[:, :, 0] - out.float()).abs().max().item()}
+
+    # --- whole models ---
+
+    def load(self, folder: str, num_tokens: int, kv_gib: int, max_batch: int) -> dict[str, Any]:
+        """Starts the engine; its prefix cache is on, as it is unless turned off."""
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib)
+        began = time.perf_counter()
+        vllm: Any = importlib.import_module("vllm")
+        self.sampling = vllm.SamplingParams
+        self.llm = vllm.LLM(
+            folder,
+            dtype="bfloat16",
+            max_model_len=num_tokens,
+            max_num_seqs=16,
+            max_num_batched_tokens=max_batch,
+            enable_prefix_caching=True,
+            skip_tokenizer_init=True,
+        )
+        return {"seconds": time.perf_counter() - began}
+
+    def complete(self, prompts: list[list[int]], num_out: int) -> dict[str, Any]:
+        """All prompts at once, greedily, to exactly `num_out` tokens each."""
+        params = self.sampling(
+            temperature=0.0, max_tokens=num_out, min_tokens=num_out, ignore_eos=True, detokenize=False
+        )
+        began = time.perf_counter()
+        done = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        if any(len(one.outputs[0].token_ids) != num_out for one in done):
+            raise RuntimeError(f"it made other numbers of tokens than {num_out}")
+        return {"seconds": seconds}
 
 
 def main() -> None:
