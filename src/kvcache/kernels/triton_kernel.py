@@ -37,6 +37,8 @@ from kvcache.spec import Array
 
 __all__ = ["TritonKernel", "geometry_of", "launch", "put"]
 
+# Triton reads it when a kernel is defined; so it counts as it was then.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_DIM = 512  # of a head: above, one tile of queries and results does not fit the registers
 _NATIVE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # Element types of a product that lose nothing, or no more than rounding once, of what is stored.
@@ -130,17 +132,16 @@ def _refusal_of(what: str, stored: Stored, device: torch.device) -> str | None:
     array = stored.array
     if not isinstance(array, Tensor) or array.device != device:
         return f"it reads torch tensors on the device of the queries, {device}, and the {what} are elsewhere"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if interpreted and os.environ.get("KVCACHE_KERNEL") != "triton":
-        return "TRITON_INTERPRET=1 makes it very slow, for tests; KVCACHE_KERNEL=triton takes it all the same"
-    if not array.is_cuda and not interpreted:
+    if not array.is_cuda and not _INTERPRETED:
         return (
-            f"it reads CUDA tensors and the {what} are on {device}; to try it there, set TRITON_INTERPRET=1 before "
-            f"Python starts, and KVCACHE_KERNEL=triton"
+            "it reads CUDA tensors, and these are on another device; to try it all the same, set TRITON_INTERPRET=1 "
+            "before Python starts, and KVCACHE_KERNEL=triton"
         )
+    if _INTERPRETED and os.environ.get("KVCACHE_KERNEL") != "triton":
+        return "TRITON_INTERPRET=1 makes it very slow, for tests; KVCACHE_KERNEL=triton takes it all the same"
     if array.is_cuda and torch.cuda.get_device_capability(device) < (8, 0):
         return f"it needs a GPU of compute capability 8.0, and {device} has {torch.cuda.get_device_capability(device)}"
-    if stored.head_dim > MAX_DIM or array.stride(3) != 1 or not stored.head_dim:
+    if stored.head_dim > MAX_DIM or array.stride(3) != 1:
         return (
             f"it reads rows of adjacent values, at most {MAX_DIM}, and the {what} have heads of {stored.head_dim} "
             f"with strides {array.stride()}"
@@ -297,8 +298,8 @@ def launch(
                 **_strides(keys, values),
                 K_FORMAT=keys.format.name,
                 V_FORMAT=values.format.name,
-                K_DOT=_element_type(library, sizes.k_dot, out.device),
-                V_DOT=_element_type(library, sizes.v_dot, out.device),
+                K_DOT=_element_type(library, sizes.k_dot),
+                V_DOT=_element_type(library, sizes.v_dot),
                 HAS_SOFTCAP=softcap is not None,
                 HAS_SINKS=sinks is not None,
                 NATIVE_FP8=_native_fp8(out.device),
@@ -327,12 +328,10 @@ def _strides(keys: Stored, values: Stored) -> dict[str, int]:
     return of_keys | {"V_BLOCK": v_block, "V_HEAD": v_head, "V_SLOT": v_slot}
 
 
-def _element_type(library: Any, name: str, device: torch.device) -> Any:
+def _element_type(library: Any, name: str) -> Any:
     """Triton's name for it. Its interpreter has no bf16 arithmetic: f32 there, which holds every bf16."""
     tl = library.tl
-    if device.type != "cuda" and name == "bf16":
-        name = "f32"
-    return {"f32": tl.float32, "f16": tl.float16, "bf16": tl.bfloat16}[name]
+    return {"f32": tl.float32, "f16": tl.float16, "bf16": tl.float32 if _INTERPRETED else tl.bfloat16}[name]
 
 
 def put(keys: Stored, values: Stored, slots: NDArray[np.int64] | Tensor, new_keys: Tensor, new_values: Tensor) -> None:

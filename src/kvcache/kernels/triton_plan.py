@@ -8,8 +8,8 @@
                                                              rows 2   slots [0, 300)                 1 item
 
 How a segment is cut depends on that segment alone: its rows give the same bits whatever else is in the batch. All of a
-pass goes to the device in one copy, of the items, the rows and the block ids that are seen (4 bytes each): 16 sequences
-of 8192 tokens in blocks of 16 are 42 kB of ids and items.
+pass goes to the device in one copy, of the items, the rows and the block ids that are seen: 16 sequences of 8192 tokens
+in blocks of 16 are 66 kB.
 
 A `Room` has fixed sizes and a fixed address. Planned into one, every pass of a CUDA graph has the same grids and
 pointers, and what is not used says so itself (items and merges of zeros).
@@ -118,7 +118,7 @@ class Room:
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         self.sizes = sizes
         self._begins = _begins(sizes)
-        self._memory = torch.zeros(self._begins[-1], dtype=torch.int32, device=device)
+        self._memory = torch.empty(self._begins[-1], dtype=torch.int32, device=device)
 
     def fill(self, parts: Sequence[Int32]) -> list[Tensor]:
         """Writes sections, each from its beginning, in one copy; the rest is zeros. Returns them whole."""
@@ -173,7 +173,9 @@ def plan(batch: AttentionBatch, geometry: Geometry, device: torch.device, room: 
     for segment in batch.segments:
         if len(segment.rows):
             tiles.add(segment)
-    rows = _joined(tiles.rows)
+    rows, tables = _joined(tiles.rows), _joined(tiles.tables)
+    if tables.min(initial=0) < 0:
+        raise ValueError(f"a segment names block {tables.min()}; expected block ids of the storage")
     found = np.array(tiles.found, dtype=_TILE)
     is_prefill = found["is_prefill"] == 1
     decode = _items(found[~is_prefill], geometry.decode, geometry, rows, 0)
@@ -185,7 +187,7 @@ def plan(batch: AttentionBatch, geometry: Geometry, device: torch.device, room: 
         rows,
         _joined(tiles.begins),
         _joined(tiles.ends),
-        _joined(tiles.tables),
+        tables,
         _joined(tiles.positions),
     )
     needed = Sizes(
@@ -193,8 +195,8 @@ def plan(batch: AttentionBatch, geometry: Geometry, device: torch.device, room: 
         len(prefill.items),
         len(sections[2]),
         len(rows),
-        len(sections[6]),
-        len(sections[7]),
+        len(tables),
+        len(sections[-1]),
         prefill.num_partials,
     )
     if room is None:
@@ -214,7 +216,7 @@ def plan(batch: AttentionBatch, geometry: Geometry, device: torch.device, room: 
         num_partials=room.sizes.partials,
         num_rows=len(batch.query_ends),
         num_written=len(rows),
-        num_blocks=int(sections[6].max(initial=-1)) + 1,
+        num_blocks=int(tables.max(initial=-1)) + 1,
         block_size=batch.block_size,
     )
 
@@ -229,9 +231,9 @@ class _Tiles:
         self._batch = batch
         self._geometry = geometry
         self.found: list[tuple[int, ...]] = []
-        self.rows: list[Int32] = []
-        self.begins: list[Int32] = []
-        self.ends: list[Int32] = []
+        self.rows: list[Int64] = []
+        self.begins: list[Int64] = []
+        self.ends: list[Int64] = []
         self.tables: list[Int32] = []
         self.positions: list[Int32] = []
         self._num_rows = self._num_blocks = self._num_positions = 0
@@ -248,55 +250,63 @@ class _Tiles:
         held = None if segment.positions is None else segment.positions[: segment.num_slots]
         first = segment.first_position if held is None else 0
         limit = first + segment.num_slots if held is None else int(held.max(initial=-1)) + 1
-        rows, begins, ends = _clipped(segment.rows, batch, first, limit)
-        is_prefill = len(rows) * self._geometry.chunk > self._geometry.decode.block_m
+        is_prefill = len(segment.rows) * self._geometry.chunk > self._geometry.decode.block_m
         tiling = self._geometry.tiling(is_prefill)
-        cuts = _cuts(begins, ends, tiling.block_m // self._geometry.chunk)
-        tiles = [_extent(begins[a:b], ends[a:b], first, held) for a, b in pairwise(cuts)]
+        if len(segment.rows) == 1:  # a decode, by far the most frequent: no arrays for single numbers
+            begin, end = _clipped_row(int(segment.rows[0]), batch, first, limit)
+            seen, cuts = _Seen(segment.rows, np.array([begin]), np.array([end])), [0, 1]
+            tiles = [_extent(begin, begin, end, end, first, held)]
+        else:
+            seen = _clipped(segment.rows, batch, first, limit)
+            cuts = _cuts(seen, tiling.block_m // self._geometry.chunk)
+            tiles = [_extent_of(seen.begins[a:b], seen.ends[a:b], first, held) for a, b in pairwise(cuts)]
         lowest = min(tile.lo for tile in tiles) // tiling.block_n * tiling.block_n // batch.block_size
         used = segment.block_table[lowest : -(-max(tile.hi for tile in tiles) // batch.block_size)]
-        if len(used) and used.min() < 0:
-            raise ValueError(f"a segment names block {used.min()}; expected block ids of the storage")
-        for a, b, tile in zip(cuts[:-1], cuts[1:], tiles, strict=True):
-            here = (int(is_prefill), self._num_rows + a, b - a, *tile, self._num_blocks - lowest)
-            self.found.append((*here, self._num_positions, int(held is not None), first, len(tiles)))
-        self._keep(rows, begins, ends, used, held)
-
-    def _keep(self, rows: Int64, begins: Int64, ends: Int64, used: Int32, held: Int32 | None) -> None:
-        self.rows.append(rows.astype(np.int32))
-        self.begins.append(begins.astype(np.int32))
-        self.ends.append(ends.astype(np.int32))
+        for (a, b), tile in zip(pairwise(cuts), tiles, strict=True):
+            here = (is_prefill, self._num_rows + a, b - a, *tile, self._num_blocks - lowest)
+            self.found.append((*here, self._num_positions, held is not None, first, len(tiles)))
+        self.rows.append(seen.rows)
+        self.begins.append(seen.begins)
+        self.ends.append(seen.ends)
         self.tables.append(used)
-        self._num_rows += len(rows)
+        self._num_rows += len(seen.rows)
         self._num_blocks += len(used)
         if held is not None:
             self.positions.append(held)
             self._num_positions += len(held)
 
 
-def _clipped(rows: Int64, batch: AttentionBatch, first: int, limit: int) -> tuple[Int64, Int64, Int64]:
-    """Rows in the order of what they see, and the positions [begin, end) that are stored of it; (0, 0) for nothing."""
+class _Seen(NamedTuple):
+    """Rows in the order of what they see, and the positions [begin, end) that are stored of it; [0, 0) for nothing."""
+
+    rows: Int64
+    begins: Int64
+    ends: Int64
+
+
+def _clipped(rows: Int64, batch: AttentionBatch, first: int, limit: int) -> _Seen:
     begins = np.maximum(batch.query_begins[rows].astype(np.int64), first)
     ends = np.minimum(batch.query_ends[rows].astype(np.int64), limit)
     blind = begins >= ends
     begins[blind] = ends[blind] = 0
-    if len(rows) == 1:
-        return rows, begins, ends
     order = np.lexsort((ends, begins))
-    return rows[order], begins[order], ends[order]
+    return _Seen(rows[order], begins[order], ends[order])
 
 
-def _cuts(begins: Int64, ends: Int64, most: int) -> list[int]:
+def _clipped_row(row: int, batch: AttentionBatch, first: int, limit: int) -> tuple[int, int]:
+    """What a single row sees, likewise."""
+    begin, end = max(int(batch.query_begins[row]), first), min(int(batch.query_ends[row]), limit)
+    return (begin, end) if begin < end else (0, 0)
+
+
+def _cuts(seen: _Seen, most: int) -> list[int]:
     """Where tiles of ordered rows begin, and the end: at most so many rows, and no gap in what they see together."""
-    count = len(begins)
-    if count == 1:
-        return [0, 1]
-    padded = -(-count // most) * most
-    reached = np.zeros(padded, np.int64)
-    reached[:count] = ends
+    count = len(seen.rows)
+    reached = np.zeros(-(-count // most) * most, np.int64)
+    reached[:count] = seen.ends
     reached = np.maximum.accumulate(reached.reshape(-1, most), axis=1).reshape(-1)
     cut = np.zeros(count + 1, bool)
-    cut[1:count] = begins[1:] > reached[: count - 1]
+    cut[1:count] = seen.begins[1:] > reached[: count - 1]
     cut[::most] = True
     cut[count] = True
     found: list[int] = np.flatnonzero(cut).tolist()
@@ -314,12 +324,15 @@ class _Extent(NamedTuple):
     seen_end: int
 
 
-def _extent(begins: Int64, ends: Int64, first: int, held: Int32 | None) -> _Extent:
-    begin, end = int(begins[0]), int(ends.max())
+def _extent_of(begins: Int64, ends: Int64, first: int, held: Int32 | None) -> _Extent:
+    return _extent(int(begins[0]), int(begins[-1]), int(ends.min()), int(ends.max()), first, held)
+
+
+def _extent(begin: int, last_begin: int, first_end: int, end: int, first: int, held: Int32 | None) -> _Extent:
     if end == 0:
         return _Extent(0, 0, 0, 0, 0, 0)
     if held is None:
-        return _Extent(begin - first, int(begins[-1]) - first, int(ends.min()) - first, end - first, begin, end)
+        return _Extent(begin - first, last_begin - first, first_end - first, end - first, begin, end)
     slots = np.flatnonzero((held >= begin) & (held < end))
     lo, hi = (int(slots[0]), int(slots[-1]) + 1) if len(slots) else (0, 0)
     return _Extent(lo, lo, lo, hi, begin, end)
@@ -395,5 +408,5 @@ def _begins(sizes: Sizes) -> list[int]:
     return begins
 
 
-def _joined(parts: list[Int32]) -> Int32:
+def _joined(parts: Sequence[Int64] | Sequence[Int32]) -> Int32:
     return np.concatenate(parts).astype(np.int32, copy=False) if parts else np.empty(0, np.int32)
