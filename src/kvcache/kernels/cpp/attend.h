@@ -172,6 +172,7 @@ class Attention {
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
     s.scores.reserve(scores * TILE);
     if (shape.values.bf16) s.weights.reserve(scores * (TILE / 2) * (shape.values.scaled ? shape.value_dim / GROUP : 1));
+    if (shape.mixes_fixed(rows_of_head(task))) s.multipliers.reserve(scores * (shape.value_dim / GROUP));
     s.output.reserve(rows * shape.values.width);
     s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(scores);
     s.begins.reserve(size_t(task.query_end - task.query_begin));
@@ -194,7 +195,9 @@ class Attention {
         const int64_t row = segment.rows[task.query_begin + r / p.group];
         const int64_t at = row * p.queries.row_stride + (int64_t(h) * p.group + r % p.group) * p.queries.head_stride;
         read_row(p.queries.base, at, p.queries.format, dim, values);
-        if (shape.keys.bf16)  // exact: these queries are bf16
+        if (shape.scores_fixed(rows_of_head(task)))
+          shape.keys.pack_query(values, dim, reinterpret_cast<uint8_t*>(to));
+        else if (shape.keys.bf16)  // exact: these queries are bf16
           for (int i = 0; i < dim; i++) to_bf16[i] = uint16_t(bits<uint32_t>(values[order[i]]) >> 16);
         else
           for (int i = 0; i < dim; i++) to[i] = values[order[i]];

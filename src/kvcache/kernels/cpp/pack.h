@@ -68,8 +68,44 @@ struct Ahead {
 
 // --- scales -----------------------------------------------------------------------------------------------------------
 
+#if defined(KV_AVX512)
+
+// Eight bytes of each of eight rows.
+KV_INLINE __m512i load_words(const uint8_t* const* rows, ptrdiff_t at) {
+  __m128d pairs[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    pairs[i] = _mm_loadh_pd(_mm_load_sd((const double*)(rows[2 * i] + at)), (const double*)(rows[2 * i + 1] + at));
+  const __m256d low = _mm256_insertf128_pd(_mm256_castpd128_pd256(pairs[0]), pairs[1], 1);
+  const __m256d high = _mm256_insertf128_pd(_mm256_castpd128_pd256(pairs[2]), pairs[3], 1);
+  return _mm512_castpd_si512(_mm512_insertf64x4(_mm512_castpd256_pd512(low), high, 1));
+}
+
+// out[group][TILE] f32 from the f16 scales that follow the quants at `offset` bytes of each row. Returns whether all are
+// finite and without a sign.
+inline bool pack_scales(const uint8_t* const* rows, int slots, int offset, int groups, float* out) {
+  __m512i largest = _mm512_setzero_si512();
+  for (int g = 0; g < groups; g += 4) {
+    const int n = groups - g < 4 ? groups - g : 4;  // of four, of which the last end where the row ends
+    const ptrdiff_t at = offset + 2 * (g + n) - 8;
+    const __m128i skipped = _mm_cvtsi32_si128(16 * (4 - n));
+    for (int j = 0; j < slots; j += 16) {
+      const __m512i a = _mm512_srl_epi64(load_words(rows + j, at), skipped);
+      const __m512i b = _mm512_srl_epi64(load_words(rows + j + 8, at), skipped);
+      largest = _mm512_max_epu16(largest, _mm512_max_epu16(a, b));
+      __m512i index = _mm512_setr_epi32(0x00040000, 0x000c0008, 0x00140010, 0x001c0018, 0x00240020, 0x002c0028, 0x00340030,
+                                        0x003c0038, 0, 0, 0, 0, 0, 0, 0, 0);
+      for (int i = 0; i < n; i++, index = _mm512_add_epi16(index, _mm512_set1_epi16(1)))
+        _mm512_store_ps(out + (g + i) * TILE + j,
+                        _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutex2var_epi16(a, index, b))));
+    }
+  }
+  return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7c00)) == 0;
+}
+
+#else
 // out[group][TILE] f32 from the f16 scales that follow the quants at `offset` bytes of each row.
-inline void pack_scales(const uint8_t* const* rows, int slots, int offset, int groups, float* out) {
+inline bool pack_scales(const uint8_t* const* rows, int slots, int offset, int groups, float* out) {
   alignas(64) uint32_t halves[TILE];
   for (int g = 0; g < groups; g += 2) {
     const bool both = g + 1 < groups;
@@ -88,7 +124,9 @@ inline void pack_scales(const uint8_t* const* rows, int slots, int offset, int g
       if (both) store(out + (g + 1) * TILE + j, from_f16(word >> 16));
     }
   }
+  return false;  // not looked at
 }
+#endif
 
 // --- f32 tiles --------------------------------------------------------------------------------------------------------
 

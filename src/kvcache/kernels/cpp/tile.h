@@ -15,7 +15,7 @@
 
 #include <ATen/native/CPUBlas.h>
 
-#include "direct.h"
+#include "vnni.h"
 
 namespace kv {
 
@@ -40,6 +40,9 @@ using PackF32 = void (*)(const uint8_t* const*, Ahead&, int, int, float*, float*
 using PackPairs = void (*)(const uint8_t* const*, Ahead&, int, int, uint32_t*, float*);
 
 using ScoreDirect = void (*)(const uint32_t*, const uint8_t* const*, float*, int, int, Ahead&);
+using PackQuery = void (*)(const float*, int, uint8_t*);
+using ScoreFixed = void (*)(const uint8_t*, const uint8_t* const*, const float*, float*, int, int, Ahead&);
+using MixFixed = void (*)(const uint8_t*, const float*, const uint8_t* const*, int, float*, const float*, int, Ahead&);
 using MixDirect = void (*)(const uint32_t*, size_t, const uint8_t* const*, int, float*, const float*, int, int, Ahead&);
 
 // How one side is read: by which product, in which order, with which packer.
@@ -49,6 +52,9 @@ struct Reader {
   PackPairs pairs = nullptr;
   ScoreDirect score_direct[4] = {};  // by rows - 1; null: tiles are packed
   MixDirect mix_direct[4] = {};
+  PackQuery pack_query = nullptr;  // null: no `score_fixed`
+  ScoreFixed score_fixed[4] = {};
+  MixFixed mix_fixed[4] = {};
   int width = 0;  // places of a packed row
   std::vector<int> order;
 
@@ -73,6 +79,14 @@ void set_functions(Reader& reader, bool is_key) {
       if (F == BF16 && is_key) reader.score_direct[i] = scores[i];
       if (!is_key) reader.mix_direct[i] = mixes[i];
     }
+#if defined(KV_VNNI)
+    if constexpr (is_quantised(F)) {
+      const ScoreFixed fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
+      if (is_key) reader.pack_query = pack_query_fixed<F>, std::copy_n(fixed, FIXED_BLOCK, reader.score_fixed);
+    }
+    const MixFixed mixes_fixed[] = {mix_fixed<1>, mix_fixed<2>, mix_fixed<3>, mix_fixed<4>};
+    if (F == Q8 && !is_key) std::copy_n(mixes_fixed, FIXED_BLOCK, reader.mix_fixed);
+#endif
   }
 #endif
 }
@@ -146,7 +160,7 @@ struct Buffer {
 
 // The decoded keys of a tile are dead when its values are decoded: both use `tile`, half as much of the first-level cache.
 struct Scratch {
-  Buffer<float> queries, tile, key_scales, value_scales, scores, weights, output, m, l, correction;
+  Buffer<float> queries, tile, key_scales, value_scales, scores, weights, multipliers, output, m, l, correction;
   Buffer<int32_t> begins, ends;  // of each query of the task
   std::vector<Interval> seen;    // positions that some query of the task sees: disjoint, ascending
 };
@@ -219,6 +233,8 @@ struct Shape {
   float scale, softcap;  // softcap 0: none
 
   bool scores_direct(int rows) const { return rows <= 4 && keys.score_direct[rows - 1] != nullptr; }
+  bool scores_fixed(int rows) const { return rows <= FIXED_ROWS && keys.pack_query != nullptr; }
+  bool mixes_fixed(int rows) const { return rows <= FIXED_ROWS && values.mix_fixed[0] != nullptr; }
   bool mixes_direct(int rows) const { return rows <= 4 && values.mix_direct[rows - 1] != nullptr; }
 };
 
@@ -235,7 +251,7 @@ inline void multiply_amx(int rows, int columns, int depth, int stride_a, int str
 }
 
 // scores[r] = q[base + r] . keys for the rows [begin, end) of one head, whose rows begin at `base`.
-inline void score(const Shape& shape, const Scratch& s, int base, int begin, int end, Ahead& ahead) {
+inline void score_packed(const Shape& shape, const Scratch& s, int base, int begin, int end, Ahead& ahead) {
   const int dim = shape.key_dim;
   if (use_brgemm && shape.keys.bf16 && !shape.keys.scaled && end - begin >= BRGEMM_ROWS)
     return multiply_amx(end - begin, TILE, dim, dim, TILE, false,
@@ -260,8 +276,8 @@ inline void score(const Shape& shape, const Scratch& s, int base, int begin, int
 }
 
 // output[base + r] = output[base + r] * correction[r] + weights[r] . values for the rows [begin, end) of `num_rows`.
-inline void mix(const Shape& shape, const Scratch& s, int base, int begin, int end, int num_rows, int slots,
-                Ahead& ahead) {
+inline void mix_packed(const Shape& shape, const Scratch& s, int base, int begin, int end, int num_rows, int slots,
+                       Ahead& ahead) {
   const int columns = shape.values.width;
   if (use_brgemm && shape.values.bf16 && !shape.values.scaled && end - begin >= BRGEMM_ROWS) {
     float* out = s.output.at + size_t(base + begin) * columns;
@@ -340,17 +356,33 @@ inline void weigh(const Shape& shape, const Scratch& s, int row, int num_rows, i
 #endif
 }
 
-// Steps of `Ahead` that the work on a tile takes: inner iterations, a block of keys counting for 8.
-inline int work_of(const Shape& shape, int slots, int rows) {
+// Calls `f` with the beginning and the number of rows of each block: nearly equal, at most FIXED_BLOCK.
+template <class F>
+KV_INLINE void for_fixed_blocks(int begin, int end, F&& f) {
+  for (int left = (end - begin + FIXED_BLOCK - 1) / FIXED_BLOCK; left > 0; left--) {
+    const int rows = (end - begin + left - 1) / left;
+    f(begin, rows);
+    begin += rows;
+  }
+}
+
+// Steps of `Ahead` that the work on a tile takes: inner iterations, a block of keys counting for 8. `rows` of `of_head`
+// rows of the head see it.
+inline int work_of(const Shape& shape, int slots, int rows, int of_head) {
   const auto units = [](const Store& store) { return store.dim / per_unit(store.format); };
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
+  const int fixed_blocks = (rows + FIXED_BLOCK - 1) / FIXED_BLOCK;
   int work = 0;
-  if (shape.scores_direct(rows))
+  if (shape.scores_fixed(of_head))
+    work += fixed_blocks * 4 * (slots / LANES) * ((units(shape.key_store) + 7) / 8);
+  else if (shape.scores_direct(rows))
     work += slots / 4 * ((shape.key_dim + 31) / 32);
   else
     work += 8 * (slots / LANES) * ((units(shape.key_store) + LANES - 1) / LANES) +
             blocks * (shape.keys.bf16 ? shape.key_dim / 2 : shape.key_dim * (TILE / (VECTORS * LANES)));
-  if (shape.mixes_direct(rows))
+  if (shape.mixes_fixed(of_head))
+    work += fixed_blocks * (slots / 4) * (columns / GROUP);
+  else if (shape.mixes_direct(rows))
     work += slots / 2 * ((columns + 63) / 64);
   else if (shape.values.bf16)
     work += slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
@@ -358,6 +390,68 @@ inline int work_of(const Shape& shape, int slots, int rows) {
     work += slots * (columns / per_unit(shape.value_store.format) / LANES) +
             blocks * slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
   return work;
+}
+
+inline int scales_at(const Store& store) { return store.dim / per_unit(store.format) * 4; }
+
+// scores[r] = q[base + r] . keys of the tile, for the rows [begin, end) of a head's `num_rows`.
+inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int num_rows,
+                  Ahead& ahead) {
+  const int dim = shape.key_dim, rows = end - begin;
+  float* scores = s.scores.at + size_t(begin) * TILE;
+  if (shape.scores_fixed(num_rows)) {
+    pack_scales(tile.keys, tile.slots, scales_at(shape.key_store), dim / GROUP, s.key_scales.at);
+    const uint8_t* queries = reinterpret_cast<const uint8_t*>(s.queries.at + size_t(base) * dim);
+    for_fixed_blocks(begin, end, [&](int row, int count) {
+      shape.keys.score_fixed[count - 1](queries + size_t(row) * dim * 4, tile.keys, s.key_scales.at,
+                                        s.scores.at + size_t(row) * TILE, dim, tile.slots, ahead);
+    });
+  } else if (shape.scores_direct(rows)) {
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base + begin) * (dim / 2);
+    shape.keys.score_direct[rows - 1](queries, tile.keys, scores, dim / 2, tile.slots, ahead);
+  } else {
+    shape.keys.pack(tile.keys, ahead, tile.slots, dim, s.tile.at, s.key_scales.at);
+    score_packed(shape, s, base, begin, end, ahead);
+  }
+}
+
+// Mixes what `weigh_fixed` weighed; false when the tile's scales are not for it, and nothing is done.
+inline bool mix_fixed(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, Ahead& ahead) {
+#if defined(KV_VNNI)
+  const int dim = shape.value_dim, groups = dim / GROUP;
+  if (!pack_scales(tile.values, tile.slots, scales_at(shape.value_store), groups, s.value_scales.at)) return false;
+  uint8_t* weights = reinterpret_cast<uint8_t*>(s.weights.at);
+  for (int r = begin; r < end; r++)
+    weigh_fixed(s.scores.at + size_t(r) * TILE, s.value_scales.at, groups, tile.slots, s.l.at[base + r],
+                weights + size_t(r) * groups * 2 * TILE, s.multipliers.at + size_t(r) * groups);
+  for_fixed_blocks(begin, end, [&](int row, int count) {
+    shape.values.mix_fixed[count - 1](weights + size_t(row) * groups * 2 * TILE, s.multipliers.at + size_t(row) * groups,
+                                      tile.values, dim, s.output.at + size_t(base + row) * shape.values.width,
+                                      s.correction.at + row, tile.slots, ahead);
+  });
+  return true;
+#else
+  return false;
+#endif
+}
+
+// output[base + r] = output[base + r] * correction[r] + weights[r] . values of the tile; `s.scores` holds the weights.
+inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int num_rows,
+                Ahead& ahead) {
+  const int dim = shape.value_dim, rows = end - begin;
+  if (shape.mixes_fixed(num_rows) && mix_fixed(shape, tile, s, base, begin, end, ahead)) return;
+  const bool direct = shape.mixes_direct(rows);
+  if (!direct)
+    shape.values.pack(tile.values, ahead, tile.slots, dim, s.tile.at, s.value_scales.at);
+  else if (shape.values.scaled)
+    pack_scales(tile.values, tile.slots, scales_at(shape.value_store), dim / GROUP, s.value_scales.at);
+  if (shape.values.bf16)
+    for (int r = begin; r < end; r++) weigh(shape, s, r, num_rows, tile.slots);
+  if (!direct) return mix_packed(shape, s, base, begin, end, num_rows, tile.slots, ahead);
+  shape.values.mix_direct[rows - 1](reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(begin) * (TILE / 2),
+                                    size_t(num_rows) * (TILE / 2), tile.values, dim,
+                                    s.output.at + size_t(base + begin) * shape.values.width, s.correction.at + begin,
+                                    shape.values.width, tile.slots, ahead);
 }
 
 // The whole of one tile of one head, for the rows that see some of it: `queries` queries of `group` rows each, of which the
@@ -370,34 +464,14 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
   if (first == last) return;
   const int begin = first * group, end = last * group, rows = queries * group;
   Ahead ahead{next.runs, next.runs + next.num_runs, {nullptr, nullptr}, 0, 0};
-  ahead.rate = next.num_lines * 256 / work_of(shape, tile.slots, end - begin) + 1;
-  const uint32_t* queries_bf16 = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base + begin) * (shape.key_dim / 2);
-  if (shape.scores_direct(end - begin)) {
-    shape.keys.score_direct[end - begin - 1](queries_bf16, tile.keys, s.scores.at + size_t(begin) * TILE, shape.key_dim / 2,
-                                             tile.slots, ahead);
-  } else {
-    shape.keys.pack(tile.keys, ahead, tile.slots, shape.key_dim, s.tile.at, s.key_scales.at);
-    score(shape, s, base, begin, end, ahead);
-  }
-  const bool direct = shape.mixes_direct(end - begin);
-  if (!direct)
-    shape.values.pack(tile.values, ahead, tile.slots, shape.value_dim, s.tile.at, s.value_scales.at);
-  else if (shape.values.scaled)
-    pack_scales(tile.values, tile.slots, shape.value_dim / per_unit(shape.value_store.format) * 4, shape.value_dim / GROUP,
-                s.value_scales.at);
+  ahead.rate = next.num_lines * 256 / work_of(shape, tile.slots, end - begin, rows) + 1;
+  score(shape, tile, s, base, begin, end, rows, ahead);
   for (int r = begin; r < end; r++) {
     const int q = r / group;
     soften(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, s.m.at[base + r],
            s.l.at[base + r], s.correction.at[r]);
-    if (shape.values.bf16) weigh(shape, s, r, rows, tile.slots);
   }
-  if (direct)
-    shape.values.mix_direct[end - begin - 1](
-        reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(begin) * (TILE / 2), size_t(rows) * (TILE / 2), tile.values,
-        shape.value_dim, s.output.at + size_t(base + begin) * shape.values.width, s.correction.at + begin,
-        shape.values.width, tile.slots, ahead);
-  else
-    mix(shape, s, base, begin, end, rows, tile.slots, ahead);
+  mix(shape, tile, s, base, begin, end, rows, ahead);
 }
 
 }  // namespace kv
