@@ -1,9 +1,12 @@
 """The core of an engine: requests under way, and what a step does with them. See `engine.py` for the picture.
 
+(Longer than 300 lines: it is one life, read from top to bottom; what can be decided apart from it stands elsewhere.)
+
 step     admit, draft, plan, run, commit
 extend   accept a token, and drafts as long as they are what is chosen
 accept   its text; was it the last; does the context have to be shifted
 finish   events; leave: publish what can be of use, give everything back
+beams    places for the beams of a search: advance, copy; fold to what they have in common, unfold
 """
 
 from __future__ import annotations
@@ -211,7 +214,7 @@ class Core:
             if plan.preempt is not None:
                 self._preempt(plan.preempt)
             elif plan.stuck is not None:
-                self.finish(self.samples[plan.stuck], "length", Action.FINISH, time.perf_counter(), events)
+                self._end_or_shift(plan.stuck, events)
             else:
                 return plan
 
@@ -225,8 +228,7 @@ class Core:
             if any(part.num_drafts for part in plan.slices):
                 self._may_draft = False
             elif self.scheduler.is_alone:
-                last = self.samples[self.scheduler.last_running()]
-                self.finish(last, "length", Action.FINISH, time.perf_counter(), self.undelivered)
+                self._end_or_shift(self.scheduler.last_running(), self.undelivered)
             else:
                 self._preempt(self.scheduler.last_running())
             return None
@@ -305,13 +307,20 @@ class Core:
             self.finish(sample, reason, Action.FINISH, now, events)
         return reason is None and not is_full
 
+    def _end_or_shift(self, number: int, events: list[Event]) -> None:
+        """A sequence has the pool to itself, and no room: what is pinned, or holes that a shift left, take it."""
+        sample = self.samples[number]
+        if not self._shift(sample, self.scheduler.entries[number]):
+            self.finish(sample, "length", Action.FINISH, time.perf_counter(), events)
+
     def _shift(self, sample: Sample, entry: Entry) -> bool:
         """Make room in a full context by forgetting half of it; false where nobody asked, or it cannot be done."""
-        params, limit = sample.request.params, self.limit
-        if not params.context_shift or limit is None:
+        params, held = sample.request.params, len(sample.tokens)
+        if not params.context_shift or self.limit is None:
             return False
-        keep = min(params.keep, limit - 1)
-        begin, end = keep, keep + num_discarded(limit, keep, len(sample.tokens))
+        context = min(self.limit, held)
+        keep = min(params.keep, context - 1)
+        begin, end = keep, keep + num_discarded(context, keep, held)
         if end >= entry.num_computed:
             return False
         try:
@@ -486,6 +495,8 @@ class Core:
             del self.samples[sample.number], group.samples[sample.index]
         del self.groups[group.request.id]
         best = search.best(group.request.params.n, reason)
+        if action is Action.ABORT:  # also for those that have ended: there might have been better ones
+            best = [replace(beam, reason=reason) for beam in best]
         for index, beam in enumerate(best):
             first.generated = list(beam.tokens)
             first.text = [whole_text(self._tokenizer, search.prompt, beam.tokens, group.request.params.stop)]
