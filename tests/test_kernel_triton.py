@@ -345,6 +345,10 @@ def test_rooms_that_are_too_small_say_so() -> None:
     sizes = decode_sizes(geometry, 4, num_sequences=1, max_slots=30)
     with pytest.raises(ValueError, match=r"the room has Sizes\(decode_items=\d+, .* make a larger one"):
         TritonKernel().plan(world.batch, queries, keys, values, Room(sizes, DEVICE))
+    room = Room(decode_sizes(geometry, 4, num_sequences=2, max_slots=30), DEVICE)
+    fewer = replace_segments(world.batch, list(world.batch.segments[1:]))
+    with pytest.raises(ValueError, match="1 of 2 rows belong to a segment"):
+        TritonKernel().plan(fewer, queries, keys, values, room)
     assert decode_sizes(geometry, 4, 2, 30, irregular=True).positions == 60
     assert isinstance(sizes, Sizes) and sizes.prefill_items == 0
     with pytest.raises(ValueError, match="more is a prefill"):
@@ -427,6 +431,27 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernel, "_INTERPRETED", False)
     on_cpu = (queries.cpu(), *(replace(part, array=part.array.cpu()) for part in (keys, values)))
     assert "it reads CUDA tensors" in str(kernel.refusal(*on_cpu))
+
+
+def test_an_engine_generates_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From end to end: sinks, a sliding member, chunked prefill beside decodes, a prefix shared in the cache."""
+    transformers = pytest.importorskip("transformers")
+    from kvcache import Engine
+
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=64, vocab_size=64, num_local_experts=4, sliding_window=8, **layers
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    prompts = [list(range(1, 13)), [5, 6, 7], [*range(1, 10), 40]]
+    tokens = {}
+    for name in ("triton", "reference"):
+        monkeypatch.setenv("KVCACHE_KERNEL", name)
+        engine = Engine(model, kv_bytes="1MiB", dtype="f32", kv_dtype="f32", max_batch_tokens=16)
+        tokens[name] = [done.token_ids for done in engine.generate(prompts, max_tokens=4)]
+        engine.close()
+    assert tokens["triton"] == tokens["reference"]
 
 
 def test_without_triton_it_refuses_and_the_next_is_taken() -> None:

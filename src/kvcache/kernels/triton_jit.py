@@ -17,6 +17,7 @@ one byte; here both stay side by side (one `join`, no shuffle), and queries and 
 Nothing is loaded from a slot that no row of the item sees: the host cuts items where what their rows see has a gap,
 so [seen_begin, seen_end) says it, and NaN in an empty slot cannot reach a product.
 
+More than 300 lines, a third of them parameters one to a line: programs that share device functions share a file.
 Strides of the storage are compile-time numbers, because the width of quantised rows (136 bytes for 128 values of q8_0)
 says how many bytes one load may take. No `from __future__ import annotations` here: Triton reads the annotations.
 """

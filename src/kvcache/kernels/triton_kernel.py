@@ -12,9 +12,13 @@ sizes chosen, and launches made.
 Products are made in the queries' element type with f32 sums, where that holds what is stored (f16 and bf16 queries on
 their own type and on the quantised ones); else, and for f32 queries, in f32 (IEEE, not TF32).
 
-State of the evidence. The arithmetic, the plans and the replays are tested through Triton's interpreter on the CPU,
-and the kernels are compiled for sm_80 and sm_90 (PTX and ptxas; shared memory and registers within the limits). No
-GPU was at hand: nothing here has run on one, no time was measured, and sizes are by what is known of such kernels.
+State of the evidence. Results, plans and replays are tested through Triton's interpreter on the CPU. The launches are
+compiled, PTX and machine code, for sm_80, sm_86 and sm_90: they fit each one's shared memory, products are on tensor
+cores (`wgmma` in Hopper's prefill), keys and values come by asynchronous copies, and registers are spilled by 88 bytes
+per thread at most, except for f32 queries on quantised rows of 256 and more (kilobytes: slow). No GPU was at hand:
+nothing here has run on one, no time was measured, and sizes are by what is known of such kernels.
+
+More than 300 lines, because the docstrings say what cannot be tried here.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class TritonKernel(Kernel):
     """Attention in Triton over blocks in place; CUDA tensors of PyTorch, every format, queries f32, f16 or bf16.
 
     In a CUDA graph, for a runner that captures its decode step once and replays it (`attend` alone is for passes that
-    are not captured):
+    are not captured); `kernel` is the object that `kernels.choose` gives:
 
         sizes = decode_sizes(geometry_of(queries, keys, values), block_size, num_sequences=16, max_slots=8192)
         room = Room(sizes, device)                            # one for each member of the cache

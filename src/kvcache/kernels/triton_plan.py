@@ -13,6 +13,8 @@ in blocks of 16 are 66 kB.
 
 A `Room` has fixed sizes and a fixed address. Planned into one, every pass of a CUDA graph has the same grids and
 pointers, and what is not used says so itself (items and merges of zeros).
+
+More than 300 lines, because cutting and the layout of what the device reads are one decision.
 """
 
 from __future__ import annotations
@@ -121,13 +123,20 @@ class Room:
         self._memory = torch.empty(self._begins[-1], dtype=torch.int32, device=device)
 
     def fill(self, parts: Sequence[Int32]) -> list[Tensor]:
-        """Writes sections, each from its beginning, in one copy; the rest is zeros. Returns them whole."""
-        host = torch.zeros(len(self._memory), dtype=torch.int32, pin_memory=self._memory.is_cuda)
+        """Writes sections, each from its beginning, in one copy; items and merges that are not used become zeros.
+
+        Returns the sections whole. Of tables and positions, which come last and are long, only what is used is copied.
+        """
+        used = max(
+            (begin + part.size for begin, part in zip(self._begins, parts, strict=False) if part.size), default=0
+        )
+        used = max(used, self._begins[3])
+        host = torch.zeros(used, dtype=torch.int32, pin_memory=self._memory.is_cuda)
         numbers = host.numpy()
         for begin, part in zip(self._begins, parts, strict=False):
             numbers[begin : begin + part.size] = part.reshape(-1)
         # Pinned memory comes from PyTorch's host allocator, which gives it out again only after this copy.
-        self._memory.copy_(host, non_blocking=True)
+        self._memory[:used].copy_(host, non_blocking=True)
         widths = _widths(self.sizes)
         return [self._memory[b : b + n] for b, n in zip(self._begins, widths, strict=False)]
 
@@ -201,6 +210,11 @@ def plan(batch: AttentionBatch, geometry: Geometry, device: torch.device, room: 
     )
     if room is None:
         room = Room(needed, device)
+    elif len(rows) != len(batch.query_ends):
+        raise ValueError(
+            f"{len(rows)} of {len(batch.query_ends)} rows belong to a segment; a room serves passes in which all do: "
+            f"give the others segments of no slots"
+        )
     elif any(want > have for want, have in zip(needed, room.sizes, strict=True)):
         raise ValueError(f"the batch needs {needed}; the room has {room.sizes}; make a larger one and capture again")
     items, more_items, merges, *flat = room.fill(sections)
