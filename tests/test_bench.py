@@ -238,7 +238,7 @@ def test_the_machine_is_described() -> None:
 def test_json_goes_round(tables: list[Table]) -> None:
     text = json.dumps(report.as_json({"attention": tables}, "a note"))
     made = json.loads(text)
-    assert made["note"] == "a note"
+    assert made["note"] == "a note" and made["load_before"] is None
     assert made["machine"]["name"] == machine()
     back = report.from_json(made)["attention"]
     assert [table.title for table in back] == [table.title for table in tables]
@@ -318,6 +318,15 @@ def test_json_to_standard_output_or_to_a_file(
     for arguments in (("put", "--json", str(made)), ("--json", str(made), "put", "--note", "loud")):
         assert "Puts" in invoke(*arguments).stdout
     assert json.loads(made.read_text())["note"] == "loud"
+
+
+def test_a_busy_machine_is_warned_about(monkeypatch: pytest.MonkeyPatch, tables: list[Table]) -> None:
+    use_tiny(monkeypatch, tables)
+    for load, is_busy in ((3.5, True), (0.1, False)):
+        monkeypatch.setattr("kvcache.cli.bench.load_average", lambda load=load: load)
+        done = invoke("put", "--json")
+        assert json.loads(done.stdout)["load_before"] == load
+        assert ("others use these cores" in done.stderr) is is_busy
 
 
 def test_all_leaves_out_what_cannot_be_had(

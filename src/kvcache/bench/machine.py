@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcache.bench.table import Cell
 
-__all__ = ["cache_bytes", "describe", "machine"]
+__all__ = ["cache_bytes", "describe", "load_average", "machine"]
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 PACKAGES = ("kvcache", "torch", "transformers", "numpy")
@@ -33,7 +33,6 @@ def describe() -> dict[str, Cell]:
         "memory_bytes": _memory_bytes(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "load_average_1min": round(os.getloadavg()[0], 2),
     }
     for package in PACKAGES:
         try:
@@ -41,6 +40,11 @@ def describe() -> dict[str, Cell]:
         except PackageNotFoundError:
             description[package] = None
     return description
+
+
+def load_average() -> float:
+    """Processes that wanted a core in the last minute, on average; 0 where the system does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else 0.0
 
 
 def cache_bytes() -> int:

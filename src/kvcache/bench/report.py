@@ -38,12 +38,18 @@ def measure(name: str) -> list[Table]:
     return tables
 
 
-def as_json(measured: Mapping[str, Sequence[Table]], note: str | None = None) -> dict[str, Any]:
-    """A report of what was measured just now on this machine; `note` says what a reader should know about the run."""
+def as_json(
+    measured: Mapping[str, Sequence[Table]], note: str | None = None, *, load_before: float | None = None
+) -> dict[str, Any]:
+    """A report of what was measured just now on this machine.
+
+    note: what a reader should know about the run. load_before: the load average when it began: what others wanted.
+    """
     return {
         "machine": describe(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "note": note,
+        "load_before": load_before,
         "tables": {name: [_table(table) for table in tables] for name, tables in measured.items()},
     }
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table as Printed
 
-from kvcache.bench.machine import machine
+from kvcache.bench.machine import load_average, machine
 from kvcache.bench.report import NAMES, as_json, measure
 from kvcache.bench.table import Cell, Table
 
@@ -21,6 +21,8 @@ __all__ = ["Asked", "asked", "bench", "names_with_help", "shown"]
 WIDTH = 120
 """Columns where the output is no terminal."""
 ALL = "all"
+QUIET = 0.5
+"""A load average above this says that others use the cores."""
 
 
 class Asked(NamedTuple):
@@ -55,6 +57,12 @@ def bench(wanted: Asked) -> None:
     Of several, one whose packages are missing is left out with a word on stderr; a single one raises `ImportError`.
     """
     measured: dict[str, list[Table]] = {}
+    load = load_average()
+    if load > QUIET:
+        sys.stderr.write(
+            f"kvcache: the load average is {load} before anything is measured: others use these cores, and a parallel "
+            f"loop waits for its slowest thread; times will be too long\n"
+        )
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -69,7 +77,7 @@ def bench(wanted: Asked) -> None:
         if wanted.json_file != "-":
             for table in measured[name]:
                 _print(console, table)
-    _write(wanted, measured)
+    _write(wanted, measured, load)
 
 
 def names_with_help() -> str:
@@ -105,9 +113,9 @@ def _print(console: Console, table: Table) -> None:
     console.print()
 
 
-def _write(wanted: Asked, measured: Mapping[str, Sequence[Table]]) -> None:
+def _write(wanted: Asked, measured: Mapping[str, Sequence[Table]], load: float) -> None:
     if wanted.json_file is not None:
-        text = json.dumps(as_json(measured, wanted.note), indent=1) + "\n"
+        text = json.dumps(as_json(measured, wanted.note, load_before=load), indent=1) + "\n"
         if wanted.json_file == "-":
             sys.stdout.write(text)
         else:
