@@ -17,7 +17,7 @@ os.environ["MKL_NUM_THREADS"] = "2"
 # Threads that wait sleep: on a machine that is busy with something else, spinning ones make each small operation wait.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Triton reads it when a kernel is defined. Without a GPU its kernels run through its interpreter, and only where a test
-# asks for them; nothing here uses torch.compile, which would be the other user of Triton.
+# asks for them. torch.compile, the other user of Triton, writes C++ on the CPU and was seen not to mind.
 os.environ.setdefault("TRITON_INTERPRET", "0" if Path("/dev/nvidiactl").exists() else "1")
 
 import numpy as np

@@ -40,10 +40,11 @@ from kernel_cases import (
     stored,
     to_numpy,
 )
-from kvcache import formats
+from kvcache import formats, kernels
 from kvcache.formats import FORMATS, Stored
-from kvcache.kernels import AttentionBatch, Segment, triton_kernel, triton_plan
+from kvcache.kernels import AttentionBatch, Rotation, Segment, triton_kernel, triton_plan
 from kvcache.kernels.reference import ReferenceKernel
+from kvcache.kernels.rope import rope_shift
 from kvcache.kernels.triton_kernel import TritonKernel, geometry_of
 from kvcache.kernels.triton_plan import Geometry, Room, Sizes, Tiling, decode_sizes
 
@@ -384,7 +385,7 @@ def test_put_is_what_formats_encode(name: str, head_dim: int, value_dim: int, dt
     slots = rng.permutation(20)[:6]
     new = [array(BACKEND, hostile(rng, 6, 2, dim), dtype) for dim in (head_dim, value_dim)]
     with np.errstate(all="ignore"):  # 1 / 0 and what f16 cannot hold are meant; NumPy, as the interpreter, would warn
-        triton_kernel.put(*parts, slots, *new)
+        TritonKernel().put(*parts, slots, *new)
     for part, rows in zip(parts, new, strict=True):
         wanted = torch.zeros_like(part.array)
         wanted[slots // 4, :, slots % 4] = part.format.encode(rows)
@@ -398,18 +399,65 @@ def test_put_is_what_formats_encode(name: str, head_dim: int, value_dim: int, dt
 def test_put_skips_negative_slots_and_takes_them_on_the_device() -> None:
     parts = (storage("f32", 1, 32, 4), storage("q8_0", 1, 32, 4))
     rows = torch.ones(3, 1, 32, device=DEVICE)
-    triton_kernel.put(*parts, torch.tensor([3, -1, 9], device=DEVICE), rows, rows)
+    TritonKernel().put(*parts, torch.tensor([3, -1, 9], device=DEVICE), rows, rows)
     written = parts[0].array[:, 0, :, 0].reshape(-1)
     assert written.nonzero().flatten().tolist() == [3, 9]
-    triton_kernel.put(*parts, np.empty(0, np.int64), rows[:0], rows[:0])
+    TritonKernel().put(*parts, np.empty(0, np.int64), rows[:0], rows[:0])
 
 
 def test_puts_that_do_not_fit_raise() -> None:
     parts, rows = (storage("f32", 1, 32, 4), storage("f32", 1, 32, 4)), torch.ones(2, 1, 32, device=DEVICE)
     with pytest.raises(ValueError, match=r"new keys are .*; expected .*\(3, 1, 32\)"):
-        triton_kernel.put(*parts, np.arange(3), rows, rows)
+        TritonKernel().put(*parts, np.arange(3), rows, rows)
     with pytest.raises(ValueError, match="slots reach 20; expected slots below 20"):
-        triton_kernel.put(*parts, np.array([1, 20]), rows, rows)
+        TritonKernel().put(*parts, np.array([1, 20]), rows, rows)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("interleaved", "begin", "num_pairs"), [(False, 0, 32), (True, 0, 32), (False, 32, 16)])
+def test_shift_turns_stored_keys(name: str, interleaved: bool, begin: int, num_pairs: int) -> None:
+    rng = np.random.default_rng(2)
+    keys = storage(name, 2, 96, 4)
+    before = keys.format.encode(array(BACKEND, rng.standard_normal((20, 2, 96)).astype(np.float32)))
+    keys.array.copy_(before.reshape(5, 4, 2, -1).transpose(1, 2))
+    slots, offsets = rng.permutation(20)[:7], np.array([-3, 0, 900, -3, 1, 0, -100_000])
+    inv_freq = 10000.0 ** (-np.arange(num_pairs) / num_pairs)
+    with np.errstate(all="ignore"):
+        TritonKernel().shift(keys, slots, offsets, Rotation(inv_freq, interleaved, begin))
+    wanted = before.clone()
+    turn = rope_shift(inv_freq, interleaved=interleaved, rotary_begin=begin)
+    turned = turn(0, keys.format.decode(before[slots], 96).float(), offsets)
+    moved = offsets != 0
+    wanted[slots[moved]] = keys.format.encode(turned)[moved]
+    seen = keys.array.transpose(1, 2).reshape(wanted.shape)
+    assert torch.equal(seen[slots[~moved]], before[slots[~moved]])
+    if name == "bf16" and BACKEND == "torch":  # cut by the interpreter, rounded by the GPU
+        assert torch.allclose(seen.float(), wanted.float(), rtol=2.0**-7)
+    else:
+        assert torch.equal(seen, wanted)
+
+
+def test_shifts_that_do_not_fit_raise() -> None:
+    keys, kernel = storage("f32", 1, 64, 4), TritonKernel()
+    for slots, offsets, pairs, told in (
+        ([1], [1, 2], 32, "1 slots, 2 offsets"),
+        ([1], [1], 33, "two values for each frequency"),
+        ([20], [1], 32, "slots reach 20"),
+        ([-1], [1], 32, "slots reach down to -1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            kernel.shift(keys, np.array(slots), np.array(offsets), Rotation(np.ones(pairs), False, 0))
+
+
+def test_it_is_the_writer_of_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, rows = storage("q8_0", 1, 32, 4), array(BACKEND, np.ones((2, 1, 32), np.float32))
+    kernel = TritonKernel()
+    monkeypatch.setitem(kernels._loaded, "triton", kernel)
+    assert kernels.writer((part,), (rows,)) is kernel
+    assert not kernel.writes((part,), (rows.double(),))
+    assert not kernel.writes((storage("q8_0", 1, 32, 4), Stored(np.zeros((1, 1, 4, 34), np.uint8), part.format, 32)))
+    monkeypatch.setattr(triton_kernel, "_INTERPRETED", False)
+    assert kernel.writes((part,)) == (BACKEND == "cuda")
 
 
 # --- when it is taken -------------------------------------------------------------------------------------------------

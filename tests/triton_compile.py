@@ -1,7 +1,7 @@
 """Compiles the Triton kernel's launches for a GPU that is not here: `python triton_compile.py CAPABILITY CASE...`.
 
 A process of its own, because Triton is either interpreted or compiled for the whole of a process. The launches are
-those that `triton_kernel.launch` and `put` make, with their own arguments; only the last step, loading the program onto
+those that `launch`, `put` and `shift` make, with their own arguments; only the last step, loading the program onto
 a GPU, is left out. Prints one JSON line for each program: its shared memory, registers, stack, and what its PTX has.
 """
 
@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernel_cases import Shape, array, decode, make_world, prefill, stored
-from kvcache.kernels import triton_jit, triton_kernel
+from kvcache.kernels import Rotation, triton_jit, triton_kernel
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 
@@ -76,13 +76,14 @@ def compile_case(case: str) -> None:
     queries = array("torch", world.queries, dtype)
     keys = stored("torch", world.keys, key_format, world.seen_slots)
     values = stored("torch", world.values, value_format, world.seen_slots)
-    for name in ("attend_items", "merge_items", "put_rows"):
+    kernel = triton_kernel.TritonKernel()
+    for name in ("attend_items", "merge_items", "put_rows", "shift_rows"):
         setattr(LIBRARY, name, Compiled(getattr(triton_jit, name), case))
     if kind == "put":
         new_keys, new_values = (torch.zeros(3, 2, dim, dtype=queries.dtype) for dim in (D, Dv))
-        triton_kernel.put(keys, values, np.arange(3), new_keys, new_values)
+        kernel.put(keys, values, np.arange(3), new_keys, new_values)
+        kernel.shift(keys, np.arange(3), np.array([1, 0, 2]), Rotation(np.ones(D // 2), False, 0))
         return
-    kernel = triton_kernel.TritonKernel()
     plan = kernel.plan(world.batch, queries, keys, values)
     out = torch.empty(*queries.shape[:2], Dv, dtype=queries.dtype)
     sinks = torch.zeros(queries.shape[1])

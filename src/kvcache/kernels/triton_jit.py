@@ -17,7 +17,7 @@ one byte; here both stay side by side (one `join`, no shuffle), and queries and 
 Nothing is loaded from a slot that no row of the item sees: the host cuts items where what their rows see has a gap,
 so [seen_begin, seen_end) says it, and NaN in an empty slot cannot reach a product.
 
-More than 300 lines, a third of them parameters one to a line: programs that share device functions share a file.
+More than 300 lines: programs that share device functions share a file.
 Strides of the storage are compile-time numbers, because the width of quantised rows (136 bytes for 128 values of q8_0)
 says how many bytes one load may take. No `from __future__ import annotations` here: Triton reads the annotations.
 """
@@ -25,7 +25,7 @@ says how many bytes one load may take. No `from __future__ import annotations` h
 import triton
 import triton.language as tl
 
-__all__ = ["attend_items", "merge_items", "put_rows"]
+__all__ = ["attend_items", "merge_items", "put_rows", "shift_rows"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 BELOW_HALF = tl.constexpr(0.5 - 2.0**-25)  # as in formats/reference.py
@@ -54,16 +54,10 @@ def decode_fp8(code, NATIVE: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    base,
-    row_offsets,
-    seen,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DOT: tl.constexpr,
+    base, row_offsets, seen,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
-):
+):  # fmt: skip
     """Rows [BLOCK_N,BLOCK_D] in element type DOT, in the order of `value_of`; zeros where not `seen` and past D."""
     place = tl.arange(0, BLOCK_D)
     if FORMAT == "q4_0":
@@ -111,45 +105,13 @@ def tanh(x):
 
 @triton.jit
 def walk(
-    q,
-    acc,
-    total,
-    highest,
-    first,
-    last,
-    hi,
-    keys,
-    values,
-    tables,
-    positions,
-    table_at,
-    positions_at,
-    is_irregular,
-    first_position,
-    seen_begin,
-    seen_end,
-    begin,
-    end,
-    scale,
-    softcap,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    K_DOT: tl.constexpr,
-    V_DOT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    q, acc, total, highest, first, last, hi, keys, values, tables, positions, table_at, positions_at, is_irregular,
+    first_position, seen_begin, seen_end, begin, end, scale, softcap,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr,
+    V_SLOT: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, NATIVE_FP8: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Slots [first, last) in steps of BLOCK_N. MASKED: some rows do not see some of them, and `hi` cuts them off."""
     for start in range(first, last, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
@@ -200,48 +162,15 @@ def with_sink(total, highest, sink):
 
 @triton.jit
 def attend_items(
-    queries,
-    keys,
-    values,
-    out,
-    sinks,
-    partials,
-    statistics,
-    items,
-    rows,
-    begins,
-    ends,
-    tables,
-    positions,
-    q_row,
-    q_head,
-    scale,
-    softcap,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    K_DOT: tl.constexpr,
-    V_DOT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    ITEM: tl.constexpr,
-):
+    queries, keys, values, out, sinks, partials, statistics, items, rows, begins, ends, tables, positions, q_row,
+    q_head, scale, softcap,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, NUM_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr, K_SLOT: tl.constexpr,
+    V_BLOCK: tl.constexpr, V_HEAD: tl.constexpr, V_SLOT: tl.constexpr, K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, NATIVE_FP8: tl.constexpr, ITEM: tl.constexpr,
+):  # fmt: skip
     """One item for one key/value head and CHUNK of its query heads: the result, or a partial one where rows are split.
 
     NUM_HEADS counts key/value heads. The fields of an item are listed in `triton_plan.py`.
@@ -325,19 +254,10 @@ def attend_items(
 
 @triton.jit
 def merge_items(
-    out,
-    sinks,
-    partials,
-    statistics,
-    merges,
-    NUM_QUERY_HEADS: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    MERGE: tl.constexpr,
-):
+    out, sinks, partials, statistics, merges,
+    NUM_QUERY_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    V_FORMAT: tl.constexpr, HAS_SINKS: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
     """One row and one head: the partial results of its items, and its sink."""
     merge = merges + tl.program_id(0) * MERGE
     num_parts = tl.load(merge + 2)
@@ -395,11 +315,10 @@ def inverse_of(scale):
 
 
 @triton.jit
-def encode_q8_0(source, target, D: tl.constexpr, GROUPS: tl.constexpr):
-    """One row: D quants, then D / 32 scales."""
+def write_q8_0(x, target, D: tl.constexpr, GROUPS: tl.constexpr):
+    """One row, f32 [GROUPS,32]: D quants, then D / 32 scales."""
     group = tl.arange(0, GROUPS)
     value = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    x = tl.load(source + value, mask=value < D, other=0.0).to(tl.float32)
     has_nan = tl.max((x != x).to(tl.int32), 1) > 0
     scale = tl.div_rn(tl.max(tl.abs(x), 1), tl.full([GROUPS], 127.0, tl.float32))
     scale = tl.where(has_nan, float("nan"), scale)
@@ -418,14 +337,10 @@ def first_of_largest(x, lane):
 
 
 @triton.jit
-def encode_q4_0(source, target, D: tl.constexpr, GROUPS: tl.constexpr):
-    """One row: D / 2 bytes of two quants each, then D / 32 scales."""
+def write_q4_0(low, high, target, D: tl.constexpr, GROUPS: tl.constexpr):
+    """One row, f32 [GROUPS,16] of the halves of its groups: D / 2 bytes of two quants each, then D / 32 scales."""
     group = tl.arange(0, GROUPS)
     lane = tl.arange(0, 16)[None, :]
-    value = group[:, None] * 32 + lane
-    mask = value < D
-    low = tl.load(source + value, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(source + value + 16, mask=mask, other=0.0).to(tl.float32)
     has_nan = tl.max(((low != low) | (high != high)).to(tl.int32), 1) > 0
     low_size, low_extreme = first_of_largest(low, lane)
     high_size, high_extreme = first_of_largest(high, lane)
@@ -434,19 +349,69 @@ def encode_q4_0(source, target, D: tl.constexpr, GROUPS: tl.constexpr):
     inverse = inverse_of(scale)[:, None]
     low_codes = tl.minimum(low * inverse + 8.5, 15.0).to(tl.uint8)
     high_codes = tl.minimum(high * inverse + 8.5, 15.0).to(tl.uint8)
+    mask = (group < D // 32)[:, None]
     tl.store(target + group[:, None] * 16 + lane, low_codes | (high_codes << 4), mask=mask)
     tl.store((target + D // 2).to(tl.pointer_type(tl.float16)) + group, scale.to(tl.float16), mask=group < D // 32)
 
 
 @triton.jit
+def stored_at(row, value, mask, D: tl.constexpr, FORMAT: tl.constexpr):
+    """Any values of one stored row, decoded, f32."""
+    if FORMAT == "q4_0":
+        byte = tl.load(row + (value // 32) * 16 + value % 16, mask=mask, other=0)
+        x = tl.where(value % 32 < 16, byte & 0x0F, byte >> 4).to(tl.float32) - 8.0
+    else:
+        raw = tl.load(row + value, mask=mask, other=0)
+        if FORMAT == "fp8_e4m3":
+            x = decode_fp8(raw, False)
+        elif FORMAT == "q8_0":
+            x = raw.to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            x = raw.to(tl.float32)
+    if FORMAT == "q4_0" or FORMAT == "q8_0":
+        QUANTS: tl.constexpr = D if FORMAT == "q8_0" else D // 2
+        scales = (row + QUANTS).to(tl.pointer_type(tl.float16))
+        x = x * tl.load(scales + value // 32, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def turned_at(
+    row, cos, sin, value,
+    D: tl.constexpr, FORMAT: tl.constexpr, FIRST: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Any values of one stored row after its pairs (PAIRS, from value FIRST on) are turned; f32, zeros past D."""
+    x = stored_at(row, value, value < D, D, FORMAT)
+    inside = (value >= FIRST) & (value < FIRST + 2 * PAIRS)
+    place = tl.where(inside, value - FIRST, 0)
+    if INTERLEAVED:
+        pair = place // 2
+        is_second = place % 2 == 1
+        partner = value + tl.where(is_second, -1, 1)
+    else:
+        pair = place % PAIRS
+        is_second = place >= PAIRS
+        partner = value + tl.where(is_second, -PAIRS, PAIRS)
+    other = stored_at(row, partner, inside, D, FORMAT)
+    c = tl.load(cos + pair, mask=inside, other=1.0)
+    s = tl.load(sin + pair, mask=inside, other=0.0)
+    turned = x * c + tl.where(is_second, other, -other) * s
+    return tl.where(inside, turned, x)
+
+
+@triton.jit
 def put_row(source, target, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr):
     """Encodes the row of D values at `source` to `target`."""
+    value = tl.arange(0, BLOCK_D)
     if FORMAT == "q8_0":
-        encode_q8_0(source, target, D, BLOCK_D // 32)
+        value = tl.reshape(value, [BLOCK_D // 32, 32])
+        write_q8_0(tl.load(source + value, mask=value < D, other=0.0).to(tl.float32), target, D, BLOCK_D // 32)
     elif FORMAT == "q4_0":
-        encode_q4_0(source, target, D, BLOCK_D // 32)
+        low = tl.arange(0, BLOCK_D // 32)[:, None] * 32 + tl.arange(0, 16)[None, :]
+        lows = tl.load(source + low, mask=low < D, other=0.0).to(tl.float32)
+        highs = tl.load(source + low + 16, mask=low < D, other=0.0).to(tl.float32)
+        write_q4_0(lows, highs, target, D, BLOCK_D // 32)
     else:
-        value = tl.arange(0, BLOCK_D)
         x = tl.load(source + value, mask=value < D, other=0.0)
         if FORMAT == "fp8_e4m3":
             tl.store(target + value, encode_fp8(x.to(tl.float32)), mask=value < D)
@@ -455,30 +420,52 @@ def put_row(source, target, D: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.c
 
 
 @triton.jit
+def shift_rows(
+    keys, slots, turns, cosines, sines,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr,
+    K_SLOT: tl.constexpr, K_FORMAT: tl.constexpr, FIRST: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """One stored row and one head turned in place, by line `turns[row]` of the tables [u,PAIRS]; -1 leaves it alone.
+
+    The row is read whole before any of it is written: the barriers order the threads of the program.
+    """
+    turn = tl.load(turns + tl.program_id(0))
+    if turn < 0:
+        return
+    slot = tl.load(slots + tl.program_id(0))
+    row = keys + (slot // BLOCK_SIZE) * K_BLOCK + (slot % BLOCK_SIZE) * K_SLOT
+    row += tl.program_id(1).to(tl.int64) * K_HEAD
+    cos = cosines + turn * PAIRS
+    sin = sines + turn * PAIRS
+    value = tl.arange(0, BLOCK_D)
+    if K_FORMAT == "q8_0":
+        value = tl.reshape(value, [BLOCK_D // 32, 32])
+        x = turned_at(row, cos, sin, value, D, K_FORMAT, FIRST, PAIRS, INTERLEAVED)
+        tl.debug_barrier()
+        write_q8_0(x, row, D, BLOCK_D // 32)
+    elif K_FORMAT == "q4_0":
+        low = tl.arange(0, BLOCK_D // 32)[:, None] * 32 + tl.arange(0, 16)[None, :]
+        lows = turned_at(row, cos, sin, low, D, K_FORMAT, FIRST, PAIRS, INTERLEAVED)
+        highs = turned_at(row, cos, sin, low + 16, D, K_FORMAT, FIRST, PAIRS, INTERLEAVED)
+        tl.debug_barrier()
+        write_q4_0(lows, highs, row, D, BLOCK_D // 32)
+    else:
+        x = turned_at(row, cos, sin, value, D, K_FORMAT, FIRST, PAIRS, INTERLEAVED)
+        tl.debug_barrier()
+        if K_FORMAT == "fp8_e4m3":
+            tl.store(row + value, encode_fp8(x), mask=value < D)
+        else:
+            tl.store(row + value, x.to(row.dtype.element_ty), mask=value < D)
+
+
+@triton.jit
 def put_rows(
-    keys,
-    values,
-    new_keys,
-    new_values,
-    slots,
-    nk_row,
-    nk_head,
-    nv_row,
-    nv_head,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr,
-):
+    keys, values, new_keys, new_values, slots, nk_row, nk_head, nv_row, nv_head,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_HEAD: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr, V_HEAD: tl.constexpr,
+    V_SLOT: tl.constexpr, K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr,
+):  # fmt: skip
     """One row and one head, keys and values; a negative slot is skipped."""
     slot = tl.load(slots + tl.program_id(0))
     if slot < 0:

@@ -7,7 +7,7 @@ sizes chosen, and launches made.
 |------------------------------------|---------------------------------------------------------------------------------|
 | attention                          | the visible rows of keys and values, once per tile of rows, as they are stored  |
 | split contexts (decode)            | one f32 row per part of at least 256 slots and query head, written and read     |
-| put                                | the new rows, once read and once written                                        |
+| put, shift                         | the rows, once read and once written                                            |
 
 Products are made in the queries' element type with f32 sums, where that holds what is stored (f16 and bf16 queries on
 their own type and on the quantised ones); else, and for f32 queries, in f32 (IEEE, not TF32).
@@ -24,6 +24,7 @@ More than 300 lines, because the docstrings say what cannot be tried here.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple, final
@@ -35,11 +36,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.formats import Stored
-from kvcache.kernels import AttentionBatch, Kernel, queries_per_head
+from kvcache.kernels import AttentionBatch, Kernel, Rotation, Writer, queries_per_head
 from kvcache.kernels.triton_plan import ITEM, MERGE, Geometry, Plan, Room, Tiling, plan
 from kvcache.spec import Array
 
-__all__ = ["TritonKernel", "geometry_of", "launch", "put"]
+__all__ = ["TritonKernel", "geometry_of", "launch"]
 
 # Triton reads it when a kernel is defined; so it counts as it was then.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -50,7 +51,7 @@ _NARROW = {"f16": ("f16", "fp8_e4m3", "q8_0", "q4_0"), "bf16": ("bf16", "fp8_e4m
 
 
 @final
-class TritonKernel(Kernel):
+class TritonKernel(Kernel, Writer):
     """Attention in Triton over blocks in place; CUDA tensors of PyTorch, every format, queries f32, f16 or bf16.
 
     In a CUDA graph, for a runner that captures its decode step once and replays it (`attend` alone is for passes that
@@ -129,6 +130,109 @@ class TritonKernel(Kernel):
         made = plan(batch, geometry, queries.device, room)
         self._plans.setdefault(batch, {})[queries.device, geometry] = made
         return made
+
+    def writes(self, storage: Sequence[Stored], rows: Sequence[Array] = ()) -> bool:
+        """See `Writer.writes`."""
+        if not _INTERPRETED and not getattr(storage[0].array, "is_cuda", False):
+            return False  # asked before every put on the CPU, too
+        return all(isinstance(array, Tensor) and array.dtype in _NATIVE for array in rows) and all(
+            isinstance(stored.array, Tensor) and _refusal_of("arrays", stored, stored.array.device) is None
+            for stored in storage
+        )
+
+    def put(
+        self,
+        keys: Stored,
+        values: Stored,
+        slots: NDArray[np.int64] | Tensor,
+        new_keys: Array,
+        new_values: Array,
+    ) -> None:
+        """See `Writer.put`: one launch, bit for bit what formats' `encode` gives. Rows of f32, f16 or bf16.
+
+        A negative slot is skipped. Slots that are int64 on the device already can be in a CUDA graph; they are not
+        checked then. Raises `ValueError` when shapes do not fit, for slots outside the storage, and for arrays that the
+        kernel refuses.
+        """
+        for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
+            expected = (len(slots), stored.array.shape[1], stored.head_dim)
+            if tuple(rows.shape) != expected or rows.dtype not in _NATIVE:
+                seen = f"{rows.dtype} {tuple(rows.shape)}"
+                raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}")
+        device_slots = _slots(slots, keys, values)
+        if not len(slots):
+            return
+        device = keys.array.device
+        new_keys, new_values = (
+            (rows if rows.stride(2) == 1 else rows.contiguous()).to(device) for rows in (new_keys, new_values)
+        )
+        with torch.cuda.device_of(new_keys):
+            _device_code().put_rows[len(slots), keys.array.shape[1]](
+                *(keys.array, values.array, new_keys, new_values, device_slots),
+                *(*new_keys.stride()[:2], *new_values.stride()[:2]),
+                D=keys.head_dim,
+                DV=values.head_dim,
+                BLOCK_D=_width(keys.head_dim),
+                BLOCK_DV=_width(values.head_dim),
+                BLOCK_SIZE=keys.array.shape[2],
+                **_strides("K", keys),
+                **_strides("V", values),
+                K_FORMAT=keys.format.name,
+                V_FORMAT=values.format.name,
+                num_warps=1,
+                enable_fp_fusion=False,  # a fused multiply-add rounds once where the formats' definition rounds twice
+            )
+
+    def shift(self, keys: Stored, slots: NDArray[np.int64], offsets: NDArray[np.int64], rotation: Rotation) -> None:
+        """See `Writer.shift`: one launch; decoded, turned in f32, encoded. An offset of 0 leaves a row's bytes alone.
+
+        Raises `ValueError` when lengths do not fit, for slots outside the storage, and for arrays that the kernel
+        refuses.
+        """
+        num_pairs = len(rotation.inv_freq)
+        if len(slots) != len(offsets) or rotation.rotary_begin + 2 * num_pairs > keys.head_dim:
+            raise ValueError(
+                f"shift got {len(slots)} slots, {len(offsets)} offsets and {num_pairs} frequencies from value "
+                f"{rotation.rotary_begin} on for heads of {keys.head_dim}; expected as many offsets as slots, and two "
+                f"values for each frequency"
+            )
+        device_slots, device = _slots(slots, keys), keys.array.device
+        if len(slots) and slots.min() < 0:
+            raise ValueError(f"slots reach down to {slots.min()}; expected slots of the storage")
+        if not len(slots) or not num_pairs:
+            return
+        distinct, turns = np.unique(offsets, return_inverse=True)  # one, nearly always: a removal moves all rows alike
+        angles = distinct[:, None] * rotation.inv_freq
+        lines = np.where(offsets == 0, -1, turns.reshape(-1)).astype(np.int64)
+        with torch.cuda.device_of(keys.array):
+            _device_code().shift_rows[len(slots), keys.array.shape[1]](
+                *(keys.array, device_slots, torch.from_numpy(lines).to(device)),
+                *(torch.from_numpy(turn(angles).astype(np.float32)).to(device) for turn in (np.cos, np.sin)),
+                D=keys.head_dim,
+                BLOCK_D=_width(keys.head_dim),
+                BLOCK_SIZE=keys.array.shape[2],
+                **_strides("K", keys),
+                K_FORMAT=keys.format.name,
+                FIRST=rotation.rotary_begin,
+                PAIRS=num_pairs,
+                INTERLEAVED=rotation.interleaved,
+                num_warps=1,
+                enable_fp_fusion=False,
+            )
+
+
+def _slots(slots: NDArray[np.int64] | Tensor, *storage: Stored) -> Tensor:
+    """Slots on the storage's device, after checking that they are in it and that the kernel writes there."""
+    for stored in storage:
+        refused = _refusal_of("arrays", stored, storage[0].array.device)
+        if refused is not None:
+            raise ValueError(f"the Triton kernel refuses: {refused}")
+    if isinstance(slots, Tensor):
+        return slots
+    num_slots = min(len(stored.array) * stored.array.shape[2] for stored in storage)
+    if len(slots) and slots.max() >= num_slots:
+        raise ValueError(f"slots reach {slots.max()}; expected slots below {num_slots}")
+    return torch.from_numpy(np.ascontiguousarray(slots, np.int64)).to(storage[0].array.device, non_blocking=True)
 
 
 def _refusal_of(what: str, stored: Stored, device: torch.device) -> str | None:
@@ -225,7 +329,7 @@ def _sizes(
 ) -> _Sizes:
     narrow = _NARROW.get(dtype, ())
     k_dot, v_dot = (dtype if name in narrow else "f32" for name in formats)
-    block_d, block_dv = (max(32, _power_of_two(dim)) for dim in dims)
+    block_d, block_dv = (_width(dim) for dim in dims)
     is_f32, widest = "f32" in (k_dot, v_dot), max(block_d, block_dv)
     num_bytes = 4 if is_f32 else 2
     # Queries at a time in prefill: their results, [M,Dv] of f32, stay in registers. Products of f32 (IEEE) have no
@@ -236,7 +340,7 @@ def _sizes(
     block_n = min(128, max(16, (16 << 10) * num_bytes // row_bytes))
     block_n = 1 << (block_n.bit_length() - 1)
     chunk = min(group, block_m)
-    decode_m = max(16, _power_of_two(chunk))
+    decode_m = max(16, 1 << (chunk - 1).bit_length())
 
     def tiling(m: int, most_stages: int) -> Tiling:
         # Two stages hold one buffer of keys and values: their addresses come out of the block table, a stage earlier.
@@ -246,10 +350,6 @@ def _sizes(
 
     geometry = Geometry(chunk, num_heads * -(-group // chunk), tiling(decode_m, 5), tiling(block_m, 3))
     return _Sizes(geometry, k_dot, v_dot, block_d, block_dv)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _native_fp8(device: torch.device) -> bool:
@@ -299,7 +399,8 @@ def launch(
                 BLOCK_D=sizes.block_d,
                 BLOCK_DV=sizes.block_dv,
                 BLOCK_SIZE=plan.block_size,
-                **_strides(keys, values),
+                **_strides("K", keys),
+                **_strides("V", values),
                 K_FORMAT=keys.format.name,
                 V_FORMAT=values.format.name,
                 K_DOT=_element_type(library, sizes.k_dot),
@@ -325,56 +426,18 @@ def launch(
             )
 
 
-def _strides(keys: Stored, values: Stored) -> dict[str, int]:
-    """Stored elements from one block, head and slot to the next."""
-    (k_block, k_head, k_slot, _), (v_block, v_head, v_slot, _) = keys.array.stride(), values.array.stride()
-    of_keys = {"K_BLOCK": k_block, "K_HEAD": k_head, "K_SLOT": k_slot}
-    return of_keys | {"V_BLOCK": v_block, "V_HEAD": v_head, "V_SLOT": v_slot}
+def _strides(letter: str, stored: Stored) -> dict[str, int]:
+    """Stored elements from one block, head and slot to the next, as the kernels' parameters."""
+    names = (f"{letter}_BLOCK", f"{letter}_HEAD", f"{letter}_SLOT")
+    return dict(zip(names, stored.array.stride()[:3], strict=True))
+
+
+def _width(head_dim: int) -> int:
+    """Values that a program holds of a row: a power of two, and whole groups."""
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def _element_type(library: Any, name: str) -> Any:
     """Triton's name for it. Its interpreter has no bf16 arithmetic: f32 there, which holds every bf16."""
     tl = library.tl
     return {"f32": tl.float32, "f16": tl.float16, "bf16": tl.float32 if _INTERPRETED else tl.bfloat16}[name]
-
-
-def put(keys: Stored, values: Stored, slots: NDArray[np.int64] | Tensor, new_keys: Tensor, new_values: Tensor) -> None:
-    """Encodes rows [n,H,D] and [n,H,Dv] of f32, f16 or bf16 into the `slots` [n] of the storage, in place.
-
-    Slot s is row `s % block_size` of block `s // block_size`; slots are distinct, and a negative one is skipped. Bit
-    for bit what formats' `encode` gives. Slots that are int64 on the device already make it one launch, which a CUDA
-    graph can hold; they are not checked then. Raises `ValueError` when shapes do not fit, for slots outside the
-    storage, and for arrays that the kernel refuses.
-    """
-    num_slots = min(len(part.array) * part.array.shape[2] for part in (keys, values))
-    for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
-        expected = (len(slots), stored.array.shape[1], stored.head_dim)
-        if tuple(rows.shape) != expected or rows.dtype not in _NATIVE:
-            seen = f"{rows.dtype} {tuple(rows.shape)}"
-            raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}")
-        refused = _refusal_of(what, stored, rows.device)
-        if refused is not None:
-            raise ValueError(f"the Triton kernel refuses: {refused}")
-    if not isinstance(slots, Tensor):
-        if len(slots) and (slots.max() >= num_slots):
-            raise ValueError(f"slots reach {slots.max()}; expected slots below {num_slots}")
-        slots = torch.from_numpy(np.ascontiguousarray(slots, np.int64)).to(new_keys.device, non_blocking=True)
-    if not len(slots):
-        return
-    block_d, block_dv = (max(32, _power_of_two(part.head_dim)) for part in (keys, values))
-    new_keys, new_values = (rows if rows.stride(2) == 1 else rows.contiguous() for rows in (new_keys, new_values))
-    with torch.cuda.device_of(new_keys):
-        _device_code().put_rows[len(slots), keys.array.shape[1]](
-            *(keys.array, values.array, new_keys, new_values, slots),
-            *(*new_keys.stride()[:2], *new_values.stride()[:2]),
-            D=keys.head_dim,
-            DV=values.head_dim,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
-            BLOCK_SIZE=keys.array.shape[2],
-            **_strides(keys, values),
-            K_FORMAT=keys.format.name,
-            V_FORMAT=values.format.name,
-            num_warps=1,
-            enable_fp_fusion=False,  # a fused multiply-add rounds once where the formats' definition rounds twice
-        )
