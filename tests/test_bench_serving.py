@@ -30,6 +30,7 @@ def tables() -> list[Table]:
         strangers=Workload("strangers", 2, 0, 8, 3),
         rounds=2,
         pairs=2,
+        everyone=False,
     )
 
 

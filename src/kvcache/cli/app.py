@@ -55,6 +55,9 @@ def serve(
     max_sequences: Annotated[int, typer.Option(min=1, help="Completions that run at a time.")] = 16,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 512,
     prefix_cache: Annotated[bool, typer.Option(help="Compute no prefix twice.")] = True,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="torch.compile the model: faster, after a minute.")
+    ] = False,
     max_open: Annotated[int, typer.Option(min=1, help="Completions under way or waiting; beyond that, 503.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; beyond that, 413.")] = 8 * 2**20,
     request_seconds: Annotated[float, typer.Option(min=0.1, help="A request takes at most; then 503.")] = 600.0,
@@ -86,6 +89,7 @@ def serve(
         max_sequences=max_sequences,
         max_batch_tokens=max_batch_tokens,
         prefix_cache=prefix_cache,
+        compile=compile,
     )
 
 

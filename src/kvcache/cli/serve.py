@@ -23,6 +23,7 @@ def serve(
     max_sequences: int,
     max_batch_tokens: int,
     prefix_cache: bool,
+    compile: bool,
 ) -> None:
     """Bind first (a port that is taken is told before a model is loaded), load, say where, serve."""
     sock = bind(settings)
@@ -38,6 +39,7 @@ def serve(
             max_sequences=max_sequences,
             max_batch_tokens=max_batch_tokens,
             prefix_cache=prefix_cache,
+            compile=compile,
         ) as engine,
     ):
         server = Server(engine, settings, name=name, sock=sock)

@@ -15,7 +15,7 @@ from kvcache.engine.prefixes import Prefixes, namespace_of
 from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout, dtype_name, layout_of
 from kvcache.hf.loading import Loaded, load
-from kvcache.hf.runner import Runner, members_of
+from kvcache.hf.runner import Runner, Work, members_of
 from kvcache.scheduler import MemberShape, Scheduler
 
 __all__ = ["Options", "core", "drafter", "initialised", "max_length", "stop_tokens"]
@@ -43,6 +43,7 @@ class Options:
     prefix_cache: bool
     draft: Any
     num_drafts: int
+    compile: bool
     dtype: str
 
 
@@ -66,7 +67,7 @@ def core(loaded: Loaded, options: Options) -> Core:
     scheduler = Scheduler(shapes, options.max_batch, options.max_sequences)
     bounds = [bound for bound in (length, scheduler.capacity()) if bound is not None]
     return Core(
-        Runner(model, cache, layout=layout),
+        _runner(model, cache, layout, compile=options.compile),
         scheduler,
         prefixes,
         guesses,
@@ -76,6 +77,16 @@ def core(loaded: Loaded, options: Options) -> Core:
         limit=min(bounds, default=None),
         stop_tokens=stop_tokens(model, loaded.tokenizer),
     )
+
+
+def _runner(model: Any, cache: Cache, layout: Layout, *, compile: bool) -> Runner:
+    """The runner; one that compiles has run its two graphs once, so that no request waits for the compiler."""
+    runner = Runner(model, cache, layout=layout, compile=compile)
+    if compile:
+        runner.forward([Work(0, 0, [0, 0])])
+        runner.forward([Work(0, 2, [0])])
+        cache.remove(0, 0)
+    return runner
 
 
 def initialised(

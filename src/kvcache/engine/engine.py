@@ -46,7 +46,8 @@ class Engine:
     kv_bytes: for keys, values and states ("4GiB", a number); None: a quarter of what is available. kv_dtype: their
     format, or a pair; None: the model's type. max_sequences: that run at a time; max_batch_tokens: of one step.
     prefix_cache: reuse what earlier requests computed. draft: guess up to `num_drafts` tokens ahead, by "lookup" or by
-    a smaller model (as `model`; its cache comes on top of kv_bytes).
+    a smaller model (as `model`; its cache comes on top of kv_bytes). compile: run the model through torch.compile,
+    which takes a minute or so here and now.
 
     Raises what `kvcache.hf.load` raises for the model, `ValueError` for sizes that cannot work.
     """
@@ -65,6 +66,7 @@ class Engine:
         prefix_cache: bool = True,
         draft: Any = None,
         num_drafts: int = 4,
+        compile: bool = False,
     ) -> None:
         integer(num_drafts, "num_drafts", minimum=1)
         size = DEFAULT_BLOCK if block_size is None else integer(block_size, "block_size", minimum=1)
@@ -83,6 +85,7 @@ class Engine:
                 prefix_cache=prefix_cache,
                 draft=draft,
                 num_drafts=num_drafts,
+                compile=compile,
                 dtype=dtype,
             ),
         )

@@ -87,6 +87,7 @@ class Runner:
     capacity, dtype, max_sequences, max_batch, block_size, memory, checkpoints: of the cache that is made when none is
         given (`capacity` is required then, dtype "auto" is the model's); it is closed with the runner.
     layout: what the model keeps; measured by `layout_of` when not given.
+    compile: run the model through torch.compile, as `compiled.py` says; the first forwards take a minute.
     packs_weights: keep copies of a bf16 model's weights that the CPU reads faster, as `weights.py` says.
 
     Raises `NotSupported` for models that it cannot run, with the reason. `model_seconds`: what calls of the model took.
@@ -105,6 +106,7 @@ class Runner:
         block_size: int = 16,
         memory: int | None = None,
         checkpoints: int | Iterable[int] = (),
+        compile: bool = False,
         packs_weights: bool = True,
     ) -> None:
         layout = layout or layout_of(model)
@@ -121,7 +123,7 @@ class Runner:
         self._states = next((m for m in self.members if isinstance(m, RecurrentCache)), None)
         self._encoder = next((m for m in self.members if isinstance(m, EncoderCache)), None)
         self.model_seconds = 0.0
-        self._model = ModelCall(model, layout, self.members)
+        self._model = ModelCall(model, layout, self.members, compile=compile)
         self._weights = PackedLinears(model) if packs_weights else None
 
     # --- running ----------------------------------------------------------------------------------------------------

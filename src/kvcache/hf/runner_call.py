@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvcache.caches import Cache, EncoderCache
 from kvcache.errors import NotSupported
-from kvcache.hf import attention
+from kvcache.hf import attention, compiled
 from kvcache.hf.layout import Layout
 from kvcache.hf.runner_dense import DenseCache
 from kvcache.hf.runner_host import CrossCache, PackedCache, PackedPair
@@ -38,9 +38,14 @@ __all__ = ["ModelCall"]
 
 @final
 class ModelCall:
-    """A model, called with our cache. `is_packed`: ragged rows share one call; else a call is `[B,1]` or `[1,n]`."""
+    """A model, called with our cache. `is_packed`: ragged rows share one call; else a call is `[B,1]` or `[1,n]`.
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, members: Sequence[Cache]) -> None:
+    compile: run the decoder through torch.compile; raises `NotSupported` for models that cannot be (`compiled.py`).
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layout: Layout, members: Sequence[Cache], *, compile: bool = False
+    ) -> None:
         if model.training:
             raise ValueError(
                 "the model is in training mode, and dropout would spoil what is cached; call model.eval() first"
@@ -63,6 +68,8 @@ class ModelCall:
         self._keeps = "logits_to_keep" in accepted
         self._cache_argument = layout.cache_argument
         self._latents = Latents(model) if attends and not is_dense else None
+        self._compiled: list[Cache] | None = None  # the member of each layer
+        self._traced = compiled.TracedCache()
         self._host: PackedCache | DenseCache
         self._pair: PackedPair | None = None
         if is_dense:
@@ -79,6 +86,8 @@ class ModelCall:
             if encoder is not None and self._is_pair:
                 self._pair = PackedPair(self._host, CrossCache(encoder, len(layout.layers), self.dtype))
                 self._no_states = torch.zeros((1, 1, model.config.d_model), dtype=self.dtype, device=self.device)
+        if compile:
+            self._compile(layout, members)
 
     def __call__(
         self,
@@ -113,6 +122,12 @@ class ModelCall:
         everything = len(kept) == T
         if self._keeps and not everything and shape[0] == 1:
             arguments["logits_to_keep"] = torch.tensor(kept, dtype=torch.long, device=self.device)
+        if self._compiled is not None:
+            self._traced.positions = positions
+            arguments[self._cache_argument] = self._traced
+            with compiled.running(self._compiled):
+                output = self._forward(**arguments)
+            return self._rows(output, kept, arguments)
         self._host.begin(step)
         if isinstance(self._host, DenseCache):
             arguments["attention_mask"] = self._host.attention_mask
@@ -124,8 +139,12 @@ class ModelCall:
             arguments |= self._cross_arguments(states, sees_media)
         output = self._forward(**arguments)
         self._host.write_back()
+        return self._rows(output, kept, arguments)
+
+    def _rows(self, output: Any, kept: Sequence[int], arguments: dict[str, Any]) -> Tensor:
+        """Logits of the rows `kept` of what the model gave for `arguments`."""
         rows = (output.logits if self._head is None else output.last_hidden_state).flatten(0, 1)
-        if not everything and "logits_to_keep" not in arguments:
+        if len(kept) != len(rows) and "logits_to_keep" not in arguments:
             rows = rows[torch.tensor(kept, dtype=torch.long, device=self.device)]
         return rows if self._head is None else self._head(rows)
 
@@ -146,8 +165,22 @@ class ModelCall:
     def close(self) -> None:
         """Give the model its attention back. Repeating it changes nothing."""
         self._switch.restore()
+        if self._compiled is not None:
+            decoder: Any = self.model.get_decoder()
+            decoder._compiled_call_impl = None
         if self._latents is not None:
             self._latents.close()
+
+    def _compile(self, layout: Layout, members: Sequence[Cache]) -> None:
+        is_plain = self.is_packed and isinstance(self._host, PackedCache) and self._host.is_plain
+        refused = compiled.refusal_of(layout, is_plain=is_plain)
+        if refused is not None:
+            self.close()
+            raise NotSupported(f"{type(self.model).__name__} cannot be compiled: {refused}; leave compile off")
+        self._compiled = [members[layout.member(i)] for i in range(len(layout.layers))]
+        self._switch.use(compiled.NAME)
+        decoder: Any = self.model.get_decoder()
+        decoder.compile(dynamic=True)
 
     def _cross_arguments(self, states: Sequence[Tensor], sees_media: Sequence[bool]) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
@@ -178,6 +211,13 @@ class AttentionSwitch:
             self.is_on = attention.is_in_place(decoder.config) and decoder._can_set_attn_implementation()
             if not self.is_on:  # some models only warn, and would mix the sequences of a row
                 self.restore()
+        self._during = [(config, config._attn_implementation) for config, _ in self._before]
+
+    def use(self, name: str) -> None:
+        """Another of our attention functions, where ours is on."""
+        for config, during in self._during:
+            if during == attention.NAME:
+                config._attn_implementation_internal = name
         self._during = [(config, config._attn_implementation) for config, _ in self._before]
 
     def restore(self) -> None:

@@ -103,6 +103,11 @@ class PackedCache(TransformersCache):
         self._dummy = torch.zeros((1, 1, 1, 1), dtype=dtype)
         self._mask_length = MaskLength(0, RowReader(members[0], 0))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer stores the keys and values that it is given, and reads them in place by rows."""
+        return not (self._latents or self._biased)
+
     def begin(self, step: Step) -> None:
         """The next call of the model is `step`; the members have started their pass."""
         self.step = step

@@ -5,7 +5,7 @@ the memory's bandwidth or less; oneDNN's own layout gets nearly all of it. (docs
 model keeps its weights: a packed copy of each lies beside them while a runner is open, if there is memory for that.
 
 The operators are those that torch.compile puts into models that it freezes: `torch.ops.mkldnn._reorder_linear_weight`
-and `_linear_pointwise`.
+and `_linear_pointwise`. A compiler of ours (`compiled.py`) sees `kvcache::linear` instead, which looks the copy up.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ MEMORY_SHARE = 2
 """Packed copies take at most half of the memory that is available."""
 
 _log = logging.getLogger(__name__)
+
+_packed: dict[int, Tensor] = {}
+"""Packed copies by the address of their weights, for compiled code."""
 
 
 def available_bytes(device: torch.device) -> int:
@@ -47,6 +50,7 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[nn.Linear] = []
+        self._pointers: set[int] = set()  # of weights whose copies are ours
         if _is_supported():
             self._modules = [m for m in model.modules() if isinstance(m, nn.Linear) and _can_pack(m)]
         weights = {module.weight.data_ptr(): module.weight.detach() for module in self._modules}
@@ -58,6 +62,8 @@ class PackedLinears:
             return
         pack = torch.ops.mkldnn._reorder_linear_weight
         packed = {pointer: pack(weight) for pointer, weight in weights.items()}
+        self._pointers = packed.keys() - _packed.keys()
+        _packed.update((pointer, packed[pointer]) for pointer in self._pointers)
         for module in self._modules:
             module.__dict__["forward"] = _forward(module, packed[module.weight.data_ptr()])
 
@@ -65,7 +71,9 @@ class PackedLinears:
         """Give the layers their own `forward` back and free the copies. Repeating it changes nothing."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
-        self._modules, self.num_bytes = [], 0
+        for pointer in self._pointers:
+            del _packed[pointer]
+        self._modules, self._pointers, self.num_bytes = [], set(), 0
 
 
 def _is_supported() -> bool:
@@ -88,9 +96,31 @@ def _forward(module: nn.Linear, packed: Tensor) -> Callable[[Tensor], Tensor]:
     bias = None if bias is None else bias.detach()
 
     def forward(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            traced: Tensor = torch.ops.kvcache.linear(x, module.weight, bias)
+            return traced
         if x.dtype is not torch.bfloat16 or x.device.type != "cpu" or torch.is_grad_enabled():
             return nn.functional.linear(x, module.weight, module.bias)
         product: Tensor = multiply(x, packed, bias, "none", [], "")
         return product
 
     return forward
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product for compiled code: with the packed copy of `weight` if there is one."""
+    packed = _packed.get(weight.data_ptr())
+    if packed is None or x.dtype is not torch.bfloat16:
+        return nn.functional.linear(x, weight, bias)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return product
+
+
+def _linear_shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_library = torch.library.Library("kvcache", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("kvcache::linear", _linear_shape, lib=_library)
