@@ -46,6 +46,24 @@ def test_text_comes_in_pieces_that_make_the_whole(engine: Engine) -> None:
     assert (again.token_ids, again.cached_tokens) == (completion.token_ids, len(prompt) - 1)
 
 
+def test_text_after_an_emoji_is_the_outputs_alone(engine: Engine) -> None:
+    """The tokenizer speaks bytes there: the end of the prompt must not be shown again."""
+    for prompt in ("Party time 🎉🎉🎉", "Once upon a time 🐈\u200d⬛"):
+        *tokens, last = engine.stream(prompt, max_tokens=8)
+        assert isinstance(last, Finished)
+        text = "".join(token.text for token in tokens if isinstance(token, Token))
+        assert text == last.completion.text == engine.tokenizer.decode(last.completion.token_ids)
+
+
+def test_tokens_in_any_order_do_no_harm(engine: Engine) -> None:
+    """So hot that all tokens are alike: bytes that are no characters among them."""
+    for seed in range(4):
+        params = SamplingParams(max_tokens=40, temperature=50.0, seed=seed, ignore_eos=True)
+        engine.add(Request(str(seed), "Hello 🎉", params))
+    finished = [event for _ in range(60) for event in engine.step() if isinstance(event, Finished)]
+    assert [len(event.completion.token_ids) for event in finished] == [40] * 4
+
+
 def test_a_stop_text_ends_the_output_before_it(engine: Engine) -> None:
     (whole,) = engine.generate("Once upon a time", max_tokens=24)
     stop = whole.text[31:42]  # somewhere inside a word to somewhere inside another
