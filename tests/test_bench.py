@@ -113,6 +113,19 @@ def test_a_peer_whose_python_has_no_vllm_is_absent(monkeypatch: pytest.MonkeyPat
     assert any("vLLM is absent" in note and "No module named" in note for note in table.notes)
 
 
+@pytest.mark.parametrize(("peer", "environment"), [("vLLM", "vllm"), ("llama.cpp", "llama")])
+def test_peers_of_other_environments_take_part(peer: str, environment: str) -> None:
+    """Their results are checked against the definition before they are measured, or they would be absent."""
+    if find_python(environment) is None:
+        pytest.skip(f"there is no environment; benchmarks/peers.sh {environment} makes it")
+    sizes = TINY._replace(decode=(Case(2, 128), Case(1, 256)), prefill=(Case(1, 128, 16),), batches=(1, 2))
+    made = attention.tables(sizes._replace(contexts=(128, 256), window_tokens=(128, 256)), (peer,))
+    for table in made:
+        check_shape(table)
+        assert not any("is absent" in note for note in table.notes)
+    assert all(None not in row[:7] for row in (*made[1].rows, *made[3].rows) if row[1] == peer)
+
+
 def test_a_peer_that_does_not_compile_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> object:
         raise RuntimeError("no such template\nand much more")
