@@ -230,11 +230,11 @@ class Attention {
       }
       if (!place_tile(segment, s.seen, slot, count, tile)) continue;
       tile.head = head;
-      find_rows(segment, p.keys, p.block_size, tile, tile.keys);
-      find_rows(segment, p.values, p.block_size, tile, tile.values);
+      find_rows(segment, p.keys, p.block_size, tile, tile.keys, tile.key_lines);
+      find_rows(segment, p.values, p.block_size, tile, tile.values, tile.value_lines);
       return true;
     }
-    tile.num_runs = tile.num_lines = 0;
+    tile.key_lines.num_runs = tile.key_lines.num_lines = tile.value_lines.num_runs = tile.value_lines.num_lines = 0;
     return false;
   }
 
@@ -251,6 +251,8 @@ class Attention {
                           std::min(task.slot_end, (chunk + 1) * task.chunk_size));
     Tile tiles[2];
     bool more = next_tile(task, s, cursor, tiles[0]);
+    if (!more) return;
+    fetch_first(tiles[0]);
     for (int at = 0; more; at ^= 1) {
       more = next_tile(task, s, cursor, tiles[at ^ 1]);
       const int base = (tiles[at].head - task.head_begin) * rows_of_head(task);

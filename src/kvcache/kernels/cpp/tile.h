@@ -175,15 +175,14 @@ struct Tile {
   int32_t lowest, highest;              // positions of the tile
   int slots;                            // rows to decode, a multiple of LANES
   bool full;                            // every one of TILE slots holds a position
-  int num_runs, num_lines;  // of its rows, and the cache lines in them
-  Run runs[2 * TILE];  // its rows, keys first
+  Lines key_lines, value_lines;
 };
 
 // The positions of the slots [begin, begin + count) of a segment, without the rows. False when nobody sees any of them.
 inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen, int64_t begin, int count, Tile& tile) {
   const int32_t first = int32_t(segment.first_position + begin);
   const int32_t* bounds = segment.positions == nullptr ? nullptr : segment.bounds + begin / TILE * 2;
-  tile.begin = begin, tile.count = count, tile.num_runs = tile.num_lines = 0;
+  tile.begin = begin, tile.count = count;
   tile.lowest = bounds == nullptr ? first : bounds[0];
   tile.highest = bounds == nullptr ? first + count - 1 : bounds[1];
   if (!intersects(seen, tile.lowest, tile.highest)) return false;
@@ -205,8 +204,10 @@ inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen
 }
 
 // Where the rows of one side of a placed tile lie. Slots without a position get rows of zeros.
-inline void find_rows(const Segment& segment, const Store& store, int64_t block_size, Tile& tile, const uint8_t** rows) {
+inline void find_rows(const Segment& segment, const Store& store, int64_t block_size, Tile& tile, const uint8_t** rows,
+                      Lines& lines) {
   const int count = tile.count;
+  lines.num_runs = lines.num_lines = 0;
   const uint8_t* base = store.base + tile.head * store.head_stride;
   const int64_t bytes = row_bytes(store.format, store.dim);
   int64_t block = tile.begin / block_size, offset = tile.begin % block_size;
@@ -214,9 +215,9 @@ inline void find_rows(const Segment& segment, const Store& store, int64_t block_
     const int run = int(std::min<int64_t>(block_size - offset, count - j));
     const uint8_t* row = base + segment.table[block] * store.block_stride + offset * store.row_stride;
     for (int i = 0; i < run; i++) rows[j + i] = row + i * store.row_stride;
-    const Run lines = {row - reinterpret_cast<uintptr_t>(row) % 64, row + (run - 1) * store.row_stride + bytes};
-    tile.runs[tile.num_runs++] = lines;
-    tile.num_lines += int((lines.end - lines.begin + 63) / 64);
+    const Run of_rows = {row - reinterpret_cast<uintptr_t>(row) % 64, row + (run - 1) * store.row_stride + bytes};
+    lines.runs[lines.num_runs++] = of_rows;
+    lines.num_lines += int((of_rows.end - of_rows.begin + 63) / 64);
     j += run;
   }
   if (tile.full) return;
@@ -305,7 +306,8 @@ inline void mix_packed(const Shape& shape, const Scratch& s, int base, int begin
 
 // Scores of one row become weights in place; the row's state moves on, and its correction factor is set.
 inline void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, float* scores, float& m, float& l,
-                   float& correction) {
+                   float& correction, Ahead& next) {
+  Ahead ahead = next;
   const int vectors = tile.slots / LANES;
   vf s[TILE / LANES];
   vf highest = splat(NOTHING);
@@ -319,6 +321,7 @@ inline void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t 
       s[v] = (position >= begin) & (position < end) ? s[v] : splat(NOTHING);
     }
     highest = maximum(highest, s[v]);
+    ahead.step<1>();
   }
   const float top = std::max(m, maximum_of(highest));
   if (top == NOTHING) {  // nothing seen yet: weights of zero
@@ -331,7 +334,9 @@ inline void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t 
     const vf weight = exp2(s[v] - splat(top));
     total += weight;
     store(scores + v * LANES, weight);
+    ahead.step<1>();
   }
+  next = ahead;
   correction = m == top ? 1.0f : exp2(splat(m - top))[0];
   l = l * correction + sum(total);
   m = top;
@@ -366,30 +371,26 @@ KV_INLINE void for_fixed_blocks(int begin, int end, F&& f) {
   }
 }
 
-// Steps of `Ahead` that the work on a tile takes: inner iterations, a block of keys counting for 8. `rows` of `of_head`
+// Units of work of a tile, as `Ahead` counts them: inner iterations, a block of keys counting for 8. `rows` of `of_head`
 // rows of the head see it.
-inline int work_of(const Shape& shape, int slots, int rows, int of_head) {
-  const auto units = [](const Store& store) { return store.dim / per_unit(store.format); };
+inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
+  const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, dim = shape.key_dim;
+  const int units = dim / per_unit(shape.key_store.format);
+  if (shape.scores_fixed(of_head)) return rows * (slots / LANES) * (dim / GROUP);
+  if (shape.scores_direct(rows)) return slots / 4 * ((dim + 31) / 32);
+  return 8 * (slots / LANES) * ((units + LANES - 1) / LANES) +
+         blocks * (shape.keys.bf16 ? dim / 2 : dim * (TILE / (VECTORS * LANES)));
+}
+
+inline int work_of_weights(int slots, int rows) { return 2 * rows * (slots / LANES); }
+
+inline int work_of_values(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
-  const int fixed_blocks = (rows + FIXED_BLOCK - 1) / FIXED_BLOCK;
-  int work = 0;
-  if (shape.scores_fixed(of_head))
-    work += fixed_blocks * 4 * (slots / LANES) * ((units(shape.key_store) + 7) / 8);
-  else if (shape.scores_direct(rows))
-    work += slots / 4 * ((shape.key_dim + 31) / 32);
-  else
-    work += 8 * (slots / LANES) * ((units(shape.key_store) + LANES - 1) / LANES) +
-            blocks * (shape.keys.bf16 ? shape.key_dim / 2 : shape.key_dim * (TILE / (VECTORS * LANES)));
-  if (shape.mixes_fixed(of_head))
-    work += fixed_blocks * (slots / 4) * (columns / GROUP);
-  else if (shape.mixes_direct(rows))
-    work += slots / 2 * ((columns + 63) / 64);
-  else if (shape.values.bf16)
-    work += slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
-  else
-    work += slots * (columns / per_unit(shape.value_store.format) / LANES) +
-            blocks * slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
-  return work;
+  if (shape.mixes_fixed(of_head)) return (rows + FIXED_BLOCK - 1) / FIXED_BLOCK * (slots / 4) * (columns / GROUP);
+  if (shape.mixes_direct(rows)) return slots / 2 * ((columns + 63) / 64);
+  if (shape.values.bf16) return slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
+  return slots * (columns / per_unit(shape.value_store.format) / LANES) +
+         blocks * slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
 }
 
 inline int scales_at(const Store& store) { return store.dim / per_unit(store.format) * 4; }
@@ -454,8 +455,22 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
                                     shape.values.width, tile.slots, ahead);
 }
 
+// How much of a tile's values is fetched before its keys are read: all, where two tiles fit the first-level cache beside what
+// they are computed with.
+inline int lead(const Tile& tile) {
+  constexpr int LINES = 600;
+  return std::clamp(LINES - tile.key_lines.num_lines - tile.value_lines.num_lines, 0, tile.value_lines.num_lines);
+}
+
+inline void fetch_first(const Tile& tile) {
+  const Lines none = {0, 0, {}};
+  const int lines = tile.key_lines.num_lines + lead(tile);
+  Ahead(tile.key_lines, tile.value_lines, none, 0, lines, 1).step<1>();
+}
+
 // The whole of one tile of one head, for the rows that see some of it: `queries` queries of `group` rows each, of which the
-// first is the task's row `base`. Meanwhile `next` is fetched.
+// first is the task's row `base`. The keys and the lead of the values have been fetched; meanwhile the rest of the values is,
+// and then the same of `next`.
 inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int base, int queries, int group,
                      const Scratch& s) {
   int first = 0, last = queries;
@@ -463,13 +478,15 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
   while (last > first && (s.ends.at[last - 1] <= tile.lowest || s.begins.at[last - 1] > tile.highest)) last--;
   if (first == last) return;
   const int begin = first * group, end = last * group, rows = queries * group;
-  Ahead ahead{next.runs, next.runs + next.num_runs, {nullptr, nullptr}, 0, 0};
-  ahead.rate = next.num_lines * 256 / work_of(shape, tile.slots, end - begin, rows) + 1;
+  const int lines = tile.value_lines.num_lines - lead(tile) + next.key_lines.num_lines + lead(next);
+  Ahead ahead(tile.value_lines, next.key_lines, next.value_lines, lead(tile), lines,
+              work_of_keys(shape, tile.slots, end - begin, rows) + work_of_weights(tile.slots, end - begin) +
+                  work_of_values(shape, tile.slots, end - begin, rows));
   score(shape, tile, s, base, begin, end, rows, ahead);
   for (int r = begin; r < end; r++) {
     const int q = r / group;
     soften(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, s.m.at[base + r],
-           s.l.at[base + r], s.correction.at[r]);
+           s.l.at[base + r], s.correction.at[r], ahead);
   }
   mix(shape, tile, s, base, begin, end, rows, ahead);
 }

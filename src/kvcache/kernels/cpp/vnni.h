@@ -137,10 +137,12 @@ KV_INLINE void load_transposed(const uint8_t* const* rows, size_t at, int units,
 
 // scores[MR][SETS * 16] (+)= query . keys for one group, given as 8 vectors of 4 values each.
 template <int MR, int SETS>
-KV_INLINE void score_group(const uint8_t* q, int dim, int g, __m512i (*keys)[8], const float* scales, float* scores) {
+KV_INLINE void score_group(const uint8_t* q, int dim, int g, __m512i (*keys)[8], const float* scales, float* scores,
+                           Ahead& ahead) {
   constexpr int STEP = MR % 2 == 0 && SETS == 2 ? 2 : SETS == 2 ? 1 : MR;
 #pragma GCC unroll 4
   for (int r0 = 0; r0 < MR; r0 += STEP) {
+    ahead.step<STEP * SETS>();
     __m512i high[STEP][SETS], low[STEP][SETS];
 #pragma GCC unroll 4
     for (int r = 0; r < STEP; r++) {
@@ -181,7 +183,6 @@ KV_INLINE void score_slots(const uint8_t* q, const uint8_t* const* rows, const f
   constexpr int GROUPS = F == Q8 ? 1 : 2;  // in 8 units
   const int groups = dim / GROUP;
   for (int g = 0; g < groups; g += GROUPS) {
-    ahead.step<4 * SETS>();
     __m512i t[SETS][8];
 #pragma GCC unroll 2
     for (int s = 0; s < SETS; s++)
@@ -204,7 +205,7 @@ KV_INLINE void score_slots(const uint8_t* q, const uint8_t* const* rows, const f
           else  // low halves of the bytes: the first 16 values of the group
             keys[s][i] = _mm512_and_si512(i < 4 ? t[s][4 * part + i] : _mm512_srli_epi16(t[s][4 * part + i - 4], 4),
                                           _mm512_set1_epi8(15));
-      score_group<MR, SETS>(q, dim, g + part, keys, scales, scores);
+      score_group<MR, SETS>(q, dim, g + part, keys, scales, scores, ahead);
     }
   }
 }
