@@ -67,6 +67,18 @@ def test_draws_follow_the_shares_and_the_seed() -> None:
     assert drawn[:50] != [other.pick(scores, [], []).token for _ in range(50)]
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 1.0}, {"top_k": 3}], ids=str)
+def test_numbers_that_are_none_do_not_raise(options: dict[str, float]) -> None:
+    """A broken model, or penalties beyond f32: some token comes, and where there are others not one of NaN."""
+    params = SamplingParams(temperature=1.0, seed=0, **options)  # type: ignore[arg-type]
+    chooser = Chooser(params, 0, torch.device("cpu"))
+    nan, inf = float("nan"), float("inf")
+    assert chooser.pick(torch.tensor([nan, 2.0, nan, -inf, nan]), [], []).token == 1
+    assert chooser.pick(torch.tensor([0.0, inf, -inf, 1.0, 2.0]), [], []).token == 1
+    for scores in ([nan] * 5, [-inf] * 5, [inf] * 5):
+        assert 0 <= chooser.pick(torch.tensor(scores), [], []).token < 5
+
+
 @pytest.mark.parametrize("options", [{}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 3, "top_p": 1e-3}], ids=str)
 def test_the_likeliest_is_always_left(options: dict[str, float]) -> None:
     """At a temperature of nearly nothing, and under the strictest rules."""

@@ -473,6 +473,25 @@ def test_malformed_bodies_get_a_typed_answer(served: Served, path: str, kind: st
         assert error.keys() == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-300},
+        {"temperature": 5e-324, "top_p": 5e-324, "logprobs": 20, "n": 4},
+        {"repetition_penalty": 1e-300, "min_p": 1},
+        {"repetition_penalty": 0.01, "temperature": 2, "top_p": 0.5},
+        {"repetition_penalty": 100, "frequency_penalty": -2, "presence_penalty": -2},
+        {"logit_bias": {str(token): -100 for token in range(99)}},
+        {"use_beam_search": True, "n": 4, "length_penalty": -10, "repetition_penalty": 0.01, "early_stopping": "never"},
+    ],
+    ids=str,
+)
+def test_extreme_numbers_end_nothing_but_their_own_request(served: Served, fields: dict[str, Any]) -> None:
+    answer = served.post("/v1/completions", prompt=PROMPT, max_tokens=8, **fields)
+    assert answer.status_code in (200, 400), answer.text
+    assert served.text("abc", max_tokens=2)
+
+
 def test_unknown_paths_methods_and_models(served: Served) -> None:
     assert served.client.get("/v1/nope").json()["error"]["code"] == "not_found"
     assert served.client.get("/api/nope").json() == {"error": "Not Found"}

@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+NEARLY_GREEDY = 1e-5
+"""A temperature below which anything but the likeliest token has no share that f32 could hold."""
+
+
 class RequestRefused(KVCacheError):
     """The request cannot be served even alone. `needed` and `available` count tokens."""
 
@@ -75,8 +79,9 @@ def _text(value: object, what: str) -> None:
 class SamplingParams:
     """How tokens are chosen, and when to stop. The defaults are greedy.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p, min_p: as transformers defines them. seed: of this request alone;
-    None takes entropy from the system. Penalties: repetition as transformers (1: off), the others as OpenAI (0: off).
+    temperature: 0 is greedy, and so is less than 1e-5. top_k: 0 is off. top_p, min_p: as transformers defines them.
+    seed: of this request alone; None takes entropy from the system. Penalties: repetition as transformers (1: off), the
+    others as OpenAI (0: off).
     stop: texts that end the output, not part of it. stop_token_ids: tokens that do; ignore_eos: the model's own do not.
     logprobs: log-probabilities of the chosen token and of this many likeliest ones; None: none at all.
     n: completions; best_of: how many are sampled to choose the n likeliest from (at least n; None: n).
@@ -126,8 +131,7 @@ class SamplingParams:
         object.__setattr__(
             self, "stop_token_ids", tuple(integer(token, "a token in stop_token_ids") for token in self.stop_token_ids)
         )
-        if not _fraction(self.repetition_penalty, "repetition_penalty", 0.0, 100.0):
-            raise ValueError("repetition_penalty is 0; expected a factor above 0 (1 is off)")
+        _fraction(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)
         _fraction(self.presence_penalty, "presence_penalty", -2.0, 2.0)
         _fraction(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
         if self.logprobs is not None:
@@ -148,7 +152,7 @@ class SamplingParams:
             self._check_beams()
 
     def _check_beams(self) -> None:
-        if self.temperature != 0.0:
+        if self.temperature >= NEARLY_GREEDY:
             raise ValueError(
                 f"temperature is {self.temperature} and num_beams {self.num_beams}; expected 0: beams are searched, "
                 f"not drawn"
@@ -172,7 +176,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < NEARLY_GREEDY or self.top_k == 1
 
 
 @final

@@ -70,7 +70,7 @@ class Options(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = 1.0
     repeat_last_n: Annotated[Any, Refused((-1, 0))] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0

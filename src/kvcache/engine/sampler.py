@@ -113,9 +113,10 @@ class Chooser:
 def candidates(scores: Tensor, params: SamplingParams) -> Candidates:
     """What temperature, top-k, top-p and min-p leave of a row [vocabulary]: transformers' warpers, one after the other.
 
-    Of tokens equal to the last that top-k takes, none more is taken.
+    Of tokens equal to the last that top-k takes, none more is taken. A model that gives NaN gives its tokens no share.
     """
-    scores = (scores - scores.max()) / params.temperature
+    scores = scores.nan_to_num(nan=-math.inf, posinf=torch.finfo(scores.dtype).max, neginf=-math.inf)
+    scores = (scores - scores.max()).nan_to_num_(nan=0.0, neginf=-math.inf) / params.temperature
     kept = Candidates(scores, None)
     if params.top_k:
         kept = Candidates(*scores.topk(min(params.top_k, len(scores))))

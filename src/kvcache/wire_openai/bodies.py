@@ -61,7 +61,7 @@ class _Common(Body):
     # of other servers
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = 1.0
     ignore_eos: bool | None = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     context_shift: bool | None = False
