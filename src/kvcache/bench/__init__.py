@@ -1,4 +1,4 @@
-"""Measurements that a reader can repeat: `kvcache bench NAME`, one module each, with `tables()` that measures and tells.
+"""Measurements that a reader can repeat: `kvcache bench NAME`, one module each, whose `tables()` measures and tells.
 
 Timings are medians over many rounds, contenders alternate inside one run, and ratios are what travels between machines.
 """
