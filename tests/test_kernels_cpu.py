@@ -76,12 +76,83 @@ def test_every_format_and_head_size(isa: str, name: str, head_dim: int, value_di
         assert error(*attend(rounded(world, dtype), dtype, names)) < tolerance, (dtype, names)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 40])
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 9, 40])
 def test_any_number_of_query_heads(isa: str, group: int) -> None:
     for dtype, tolerance in (("f32", 2e-6), ("bf16", 1e-2), ("f16", 1e-2)):
         world = rounded(make_world(Shape(2, group, 64, 64, 8), MIXED[1:4], seed=4), dtype)
         sinks = array("torch", np.linspace(-2, 3, 2 * group).astype(np.float32))
-        assert error(*attend(world, dtype, ("bf16", "q8_0"), softcap=4.0, sinks=sinks)) < tolerance
+        for names in (("bf16", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "fp8_e4m3")):
+            assert error(*attend(world, dtype, names, softcap=4.0, sinks=sinks)) < tolerance, (dtype, names)
+
+
+QUANTISED = [("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q4_0", "q8_0")]
+
+
+def hard_world(kind: str, head_dim: int) -> World:
+    """Rows that integers with one scale per group hold badly, in long contexts and awkward spans."""
+    sequences = [decode(1200), decode(300, window=90), decode(300, holes=100), decode(3), prefill(150, 2)]
+    world = make_world(Shape(1, 4, head_dim, head_dim, 16), sequences, seed=13)
+    for side, rows in enumerate((world.keys, world.values, world.queries)):
+        if kind == "one huge value in each group":
+            rows[..., 5 + side :: 32] *= 100.0 if side == 1 else 12.0
+        elif kind == "huge rows":
+            rows[::7] *= 1000.0 if side == 1 else 5.0
+        elif kind == "all zeros":
+            rows[...] = 0.0
+        elif kind == "constant rows":
+            rows[...] = rows[..., :1]
+        elif kind == "some groups zero":
+            rows[..., side * 32 : side * 32 + 32] = 0.0
+        elif kind == "tiny":
+            rows[...] *= 1e-4
+    return rounded(world, "bf16")
+
+
+@pytest.mark.parametrize("names", QUANTISED)
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+@pytest.mark.parametrize(
+    "kind",
+    ["one huge value in each group", "huge rows", "all zeros", "constant rows", "some groups zero", "tiny", "plain"],
+)
+def test_quantised_rows_of_every_kind(kind: str, head_dim: int, names: tuple[str, str]) -> None:
+    """Decode and two queries at a time: products of integers where the CPU has them."""
+    world = hard_world(kind, head_dim)
+    sinks = array("torch", np.linspace(-2, 3, 4).astype(np.float32))
+    for options in ({}, {"softcap": 30.0, "sinks": sinks}):
+        seen, expected = attend(world, "bf16", names, **options)
+        assert np.isfinite(seen).all()
+        # The output is bf16: half a step of 2^-8, and what the products lose.
+        assert np.abs(seen - expected).max() <= 5e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_foreign_scales(isa: str, dtype: str) -> None:
+    """Negative scales, and -128, which the quantiser does not write; what is not finite stays where it is seen."""
+    world = rounded(make_world(Shape(2, 4, 64, 64, 16), [decode(200), decode(150)], seed=14), dtype)
+    keys, values = (stored("torch", raw, "q8_0", world.seen_slots) for raw in (world.keys, world.values))
+    scales = [part.array[..., 64:].view(torch.float16) for part in (keys, values)]
+    queries = array("torch", world.queries, dtype)
+
+    def run() -> Any:
+        return to_numpy(CpuKernel().attend(queries, keys, values, world.batch, scale=0.125))
+
+    for scale in scales:
+        scale[::3, :, ::2, 0] *= -1
+    keys.array[1::3, :, :, 7] = values.array[1::3, :, :, 9] = 128
+    exact = [to_numpy(queries), decoded(keys, world.seen_slots), decoded(values, world.seen_slots)]
+    seen = run()
+    # Where keys and values are expanded to bf16, -128 reads as -127.
+    assert error(seen, naive(*exact, world.visible, scale=0.125)) < (2e-6 if dtype == "f32" else 1e-2)
+    first, second = world.batch.segments
+    for side, scale in enumerate(scales):
+        for bad in (np.nan, np.inf):
+            before = scale.clone()
+            scale[first.block_table[2], 1, 3] = bad
+            broken = run()
+            scale.copy_(before)
+            assert np.array_equal(broken[second.rows], seen[second.rows])
+            assert np.array_equal(broken[first.rows, :4], seen[first.rows, :4])
+            assert side == 0 or not np.isfinite(broken[first.rows, 4:]).any()
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 100, 128, 4096])
@@ -111,9 +182,10 @@ def test_products_through_brgemm() -> None:
         operators.set_brgemm(before)
 
 
-def test_a_decode_does_not_depend_on_companions_or_threads(isa: str) -> None:
+@pytest.mark.parametrize("name", ["bf16", "q8_0", "q4_0"])
+def test_a_decode_does_not_depend_on_companions_or_threads(isa: str, name: str) -> None:
     world = rounded(make_world(Shape(2, 4, 64, 64, 16), [decode(1500), decode(90), prefill(700, 300)], 6), "bf16")
-    keys, values = (stored("torch", raw, "bf16", world.seen_slots) for raw in (world.keys, world.values))
+    keys, values = (stored("torch", raw, name, world.seen_slots) for raw in (world.keys, world.values))
     queries = array("torch", world.queries, "bf16")
     together = CpuKernel().attend(queries, keys, values, world.batch, scale=0.125)
     threads = torch.get_num_threads()

@@ -101,13 +101,13 @@ class Ahead {
 
 // Eight bytes of each of eight rows.
 KV_INLINE __m512i load_words(const uint8_t* const* rows, ptrdiff_t at) {
-  __m128d pairs[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++)
-    pairs[i] = _mm_loadh_pd(_mm_load_sd((const double*)(rows[2 * i] + at)), (const double*)(rows[2 * i + 1] + at));
-  const __m256d low = _mm256_insertf128_pd(_mm256_castpd128_pd256(pairs[0]), pairs[1], 1);
-  const __m256d high = _mm256_insertf128_pd(_mm256_castpd128_pd256(pairs[2]), pairs[3], 1);
-  return _mm512_castpd_si512(_mm512_insertf64x4(_mm512_castpd256_pd512(low), high, 1));
+  const auto pair = [&](int i) {
+    return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)(rows[i] + at)),
+                              _mm_loadl_epi64((const __m128i*)(rows[i + 1] + at)));
+  };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(pair(0)), pair(2), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(pair(4)), pair(6), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
 // out[group][TILE] f32 from the f16 scales that follow the quants at `offset` bytes of each row. Returns whether all are

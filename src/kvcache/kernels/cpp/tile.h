@@ -304,42 +304,75 @@ inline void mix_packed(const Shape& shape, const Scratch& s, int base, int begin
   });
 }
 
-// Scores of one row become weights in place; the row's state moves on, and its correction factor is set.
-inline void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, float* scores, float& m, float& l,
-                   float& correction, Ahead& next) {
+// Scores of N rows that see [begin, end) become weights in place; the rows' states move on, and their correction factors are
+// set. Rows go side by side, because the steps of one row wait for each other.
+template <int N>
+void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, float* scores, float* m, float* l,
+            float* correction, Ahead& next) {
   Ahead ahead = next;
   const int vectors = tile.slots / LANES;
-  vf s[TILE / LANES];
-  vf highest = splat(NOTHING);
+  vf s[N][TILE / LANES], highest[N], total[N];
+  float top[N];
   const bool all = tile.full && begin <= tile.lowest && end > tile.highest;
   const float factor = shape.softcap == 0.0f ? shape.scale * LOG2E : shape.scale / shape.softcap;
-  for (int v = 0; v < vectors; v++) {
-    s[v] = load<vf>(scores + v * LANES) * splat(factor);
-    if (shape.softcap != 0.0f) s[v] = tanh(s[v]) * splat(shape.softcap * LOG2E);
-    if (!all) {
-      const vi position = load<vi>(tile.positions + v * LANES);
-      s[v] = (position >= begin) & (position < end) ? s[v] : splat(NOTHING);
+#pragma GCC unroll 4
+  for (int r = 0; r < N; r++) highest[r] = splat(NOTHING), total[r] = splat(0.0f);
+#pragma GCC unroll 8
+  for (int v = 0; v < TILE / LANES; v++) {
+    if (v == vectors) break;
+    ahead.step<N>();
+#pragma GCC unroll 4
+    for (int r = 0; r < N; r++) {
+      vf& x = s[r][v];
+      x = load<vf>(scores + r * TILE + v * LANES) * splat(factor);
+      if (shape.softcap != 0.0f) x = tanh(x) * splat(shape.softcap * LOG2E);
+      if (!all) {
+        const vi position = load<vi>(tile.positions + v * LANES);
+        x = (position >= begin) & (position < end) ? x : splat(NOTHING);
+      }
+      highest[r] = maximum(highest[r], x);
     }
-    highest = maximum(highest, s[v]);
-    ahead.step<1>();
   }
-  const float top = std::max(m, maximum_of(highest));
-  if (top == NOTHING) {  // nothing seen yet: weights of zero
-    for (int v = 0; v < vectors; v++) store(scores + v * LANES, splat(0.0f));
-    correction = 1.0f;
-    return;
+#pragma GCC unroll 4
+  for (int r = 0; r < N; r++) {
+    top[r] = std::max(m[r], maximum_of(highest[r]));
+    correction[r] = m[r] == top[r] ? 1.0f : exp2(splat(m[r] - top[r]))[0];
+    m[r] = top[r];
+    if (top[r] == NOTHING) top[r] = 0.0f;  // nothing seen yet: weights of zero
   }
-  vf total = splat(0.0f);
-  for (int v = 0; v < vectors; v++) {
-    const vf weight = exp2(s[v] - splat(top));
-    total += weight;
-    store(scores + v * LANES, weight);
-    ahead.step<1>();
+#pragma GCC unroll 8
+  for (int v = 0; v < TILE / LANES; v++) {
+    if (v == vectors) break;
+    ahead.step<N>();
+#pragma GCC unroll 4
+    for (int r = 0; r < N; r++) {
+      const vf weight = exp2(s[r][v] - splat(top[r]));
+      total[r] += weight;
+      store(scores + r * TILE + v * LANES, weight);
+    }
   }
+#pragma GCC unroll 4
+  for (int r = 0; r < N; r++) l[r] = l[r] * correction[r] + sum(total[r]);
   next = ahead;
-  correction = m == top ? 1.0f : exp2(splat(m - top))[0];
-  l = l * correction + sum(total);
-  m = top;
+}
+
+// The same for the rows [begin, end) of one head, whose states begin at `base`.
+inline void soften_rows(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int group,
+                        Ahead& ahead) {
+  for (int r = begin; r < end;) {
+    const int q = r / group, rows = std::min((q + 1) * group, end) - r;
+    const auto run = [&](auto count) {
+      soften<decltype(count)::value>(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE,
+                                     s.m.at + base + r, s.l.at + base + r, s.correction.at + r, ahead);
+      r += decltype(count)::value;
+    };
+    if (rows >= 4)
+      run(std::integral_constant<int, 4>());
+    else if (rows >= 2)
+      run(std::integral_constant<int, 2>());
+    else
+      run(std::integral_constant<int, 1>());
+  }
 }
 
 // bf16 pairs of a row's weights, times the scales of each group of columns where values have scales.
@@ -483,11 +516,7 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
               work_of_keys(shape, tile.slots, end - begin, rows) + work_of_weights(tile.slots, end - begin) +
                   work_of_values(shape, tile.slots, end - begin, rows));
   score(shape, tile, s, base, begin, end, rows, ahead);
-  for (int r = begin; r < end; r++) {
-    const int q = r / group;
-    soften(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, s.m.at[base + r],
-           s.l.at[base + r], s.correction.at[r], ahead);
-  }
+  soften_rows(shape, tile, s, base, begin, end, group, ahead);
   mix(shape, tile, s, base, begin, end, rows, ahead);
 }
 
