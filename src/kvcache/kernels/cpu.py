@@ -32,7 +32,7 @@ from kvcache.spec import Array
 
 __all__ = ["CpuKernel", "build", "refusal_of"]
 
-TILE = 64  # slots that the C++ decodes at a time: positions are padded to whole tiles. The same in `cpp/pack.h`.
+TILE = 64  # slots that the C++ decodes at a time: positions are padded to whole tiles. The same in `cpp/ahead.h`.
 MAX_DIM = 1024  # of a head; the same in `cpp/pack.h`
 
 _FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "fp8_e4m3": 3, "q8_0": 4, "q4_0": 5}

@@ -12,6 +12,7 @@
 //   1 sequence of 1200 slots, 2 heads, decode:   task (heads 0, 1)  chunks [0,512) [512,1024) [1024,1200)
 //
 // Bytes moved: the rows of the visible slots, keys and values, once per task; all else stays in a core's caches.
+// (Longer than 300 lines: it is one class, read from top to bottom.)
 #pragma once
 
 #include <ATen/Parallel.h>

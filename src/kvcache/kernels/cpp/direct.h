@@ -8,9 +8,10 @@
 
 namespace kv {
 
-#if defined(KV_BF16)
+constexpr int FEW_BLOCK = 4;    // rows whose sums fit the registers
+constexpr int DIRECT_MOST = 8;  // rows: above, a packed tile is cheaper
 
-constexpr int DIRECT_ROWS = 4;  // above, a packed tile is cheaper
+#if defined(KV_BF16)
 
 // Sums of four vectors, for each 128-bit part: (a, b, c, d).
 KV_INLINE __m512 sum_parts(__m512 a, __m512 b, __m512 c, __m512 d) {

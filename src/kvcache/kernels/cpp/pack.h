@@ -12,15 +12,13 @@
 // The bf16 tiles hold q8_0's and q4_0's integers, exactly; the scales stand beside them as [groups][TILE] f32. The f32
 // tiles are multiplied out. Slots that nobody sees are given as rows of zeros: what lies in them is never read.
 // Packers take the first `slots` rows of a tile, a multiple of LANES; the rest of the tile is left as it was.
+// (Longer than 300 lines: six formats, two products.)
 #pragma once
 
-#include <algorithm>
-
-#include "vec.h"
+#include "ahead.h"
 
 namespace kv {
 
-constexpr int TILE = 64;
 constexpr int GROUP = 32;  // values that share one scale in q8_0 and q4_0
 constexpr int MAX_DIM = 1024;
 
@@ -39,61 +37,6 @@ inline int value_of_unit(int format, int unit, int s) {
   const int group = unit / 4, byte = unit % 4 * 4 + s / 2;  // low half of byte j: value j; high half: value j + 16
   return group * GROUP + byte + s % 2 * 16;
 }
-
-// Cache lines fetched into the first-level cache a few at a time while others are computed with: memory then works all the
-// time, not only while rows are read. Hardware prefetchers do not see through rows that are read four at a time: without
-// this a core reads 6 GB/s, with it 30.
-struct Run {  // adjacent bytes [begin, end)
-  const uint8_t *begin, *end;
-};
-
-struct Lines {  // where the rows of one side of a tile lie
-  int num_runs, num_lines;
-  Run runs[TILE];
-};
-
-class Ahead {
- public:
-  // Fetches `lines` lines from the three sides, in their order and without the first `skip`, in `work` units of work. (A unit
-  // takes about 10 cycles.)
-  Ahead(const Lines& first, const Lines& second, const Lines& third, int skip, int lines, int work)
-      : sides{&first, &second, &third}, side(0), next(nullptr), last(nullptr), run{nullptr, nullptr},
-        rate(lines * 256 / work + 1), credit(0) {
-    while (skip > 0 && (run.begin < run.end || turn())) {
-      const int part = std::min<int>(skip, int((run.end - run.begin + 63) / 64));
-      run.begin += 64 * part;
-      skip -= part;
-    }
-  }
-
-  template <int WORK>
-  KV_INLINE void step() {
-    for (credit += WORK * rate; credit >= 256; credit -= 256) {
-      if (run.begin >= run.end && !turn()) return;
-      __builtin_prefetch(run.begin, 0, 0);
-      run.begin += 64;
-    }
-  }
-
- private:
-  const Lines* sides[3];
-  int side;                // the next of them
-  const Run *next, *last;  // runs of the current one that are not begun
-  Run run;                 // what is left of the current run
-  int rate, credit;        // lines per unit of work, and lines due, in 1/256
-
-  bool turn() {
-    for (; next == last; side++) {
-      if (side == 3) {
-        rate = credit = 0;
-        return false;
-      }
-      next = sides[side]->runs, last = next + sides[side]->num_runs;
-    }
-    run = *next++;
-    return true;
-  }
-};
 
 // --- scales -----------------------------------------------------------------------------------------------------------
 

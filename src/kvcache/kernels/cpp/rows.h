@@ -2,6 +2,7 @@
 //
 // Bit for bit what `kvcache/formats/reference.py` says. A product and the sum after it stand in functions of their own
 // there where a compiler that fuses them (FMA rounds once) would give other codes.
+// (Longer than 300 lines: what AVX-512 does apart stands beside what it is equal to.)
 #pragma once
 
 #include <ATen/Parallel.h>

@@ -75,17 +75,17 @@ void set_functions(Reader& reader, bool is_key) {
     reader.pairs = is_key ? pack_keys_bf16<F> : pack_values_bf16<F>;
     const ScoreDirect scores[] = {scores_direct<1>, scores_direct<2>, scores_direct<3>, scores_direct<4>};
     const MixDirect mixes[] = {mix_direct<F, 1>, mix_direct<F, 2>, mix_direct<F, 3>, mix_direct<F, 4>};
-    for (int i = 0; i < DIRECT_ROWS; i++) {
+    for (int i = 0; i < FEW_BLOCK; i++) {
       if (F == BF16 && is_key) reader.score_direct[i] = scores[i];
       if (!is_key) reader.mix_direct[i] = mixes[i];
     }
 #if defined(KV_VNNI)
     if constexpr (is_quantised(F)) {
       const ScoreFixed fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
-      if (is_key) reader.pack_query = pack_query_fixed<F>, std::copy_n(fixed, FIXED_BLOCK, reader.score_fixed);
+      if (is_key) reader.pack_query = pack_query_fixed<F>, std::copy_n(fixed, FEW_BLOCK, reader.score_fixed);
     }
     const MixFixed mixes_fixed[] = {mix_fixed<1>, mix_fixed<2>, mix_fixed<3>, mix_fixed<4>};
-    if (F == Q8 && !is_key) std::copy_n(mixes_fixed, FIXED_BLOCK, reader.mix_fixed);
+    if (F == Q8 && !is_key) std::copy_n(mixes_fixed, FEW_BLOCK, reader.mix_fixed);
 #endif
   }
 #endif
@@ -233,10 +233,10 @@ struct Shape {
   int key_dim, value_dim;
   float scale, softcap;  // softcap 0: none
 
-  bool scores_direct(int rows) const { return rows <= 4 && keys.score_direct[rows - 1] != nullptr; }
-  bool scores_fixed(int rows) const { return rows <= FIXED_ROWS && keys.pack_query != nullptr; }
-  bool mixes_fixed(int rows) const { return rows <= FIXED_ROWS && values.mix_fixed[0] != nullptr; }
-  bool mixes_direct(int rows) const { return rows <= 4 && values.mix_direct[rows - 1] != nullptr; }
+  bool scores_direct(int rows) const { return rows <= DIRECT_MOST && keys.score_direct[0] != nullptr; }
+  bool scores_fixed(int rows) const { return rows <= FIXED_MOST && keys.pack_query != nullptr; }
+  bool mixes_fixed(int rows) const { return rows <= FIXED_MOST && values.mix_fixed[0] != nullptr; }
+  bool mixes_direct(int rows) const { return rows <= DIRECT_MOST && values.mix_direct[0] != nullptr; }
 };
 
 // AMX multiplies 16 times 16 values at once; PyTorch reaches it through oneDNN's brgemm, whose layout of the right operand
@@ -394,10 +394,10 @@ inline void weigh(const Shape& shape, const Scratch& s, int row, int num_rows, i
 #endif
 }
 
-// Calls `f` with the beginning and the number of rows of each block: nearly equal, at most FIXED_BLOCK.
+// Calls `f` with the beginning and the number of rows of each block: nearly equal, at most FEW_BLOCK.
 template <class F>
-KV_INLINE void for_fixed_blocks(int begin, int end, F&& f) {
-  for (int left = (end - begin + FIXED_BLOCK - 1) / FIXED_BLOCK; left > 0; left--) {
+KV_INLINE void for_few_rows(int begin, int end, F&& f) {
+  for (int left = (end - begin + FEW_BLOCK - 1) / FEW_BLOCK; left > 0; left--) {
     const int rows = (end - begin + left - 1) / left;
     f(begin, rows);
     begin += rows;
@@ -408,9 +408,10 @@ KV_INLINE void for_fixed_blocks(int begin, int end, F&& f) {
 // rows of the head see it.
 inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, dim = shape.key_dim;
+  const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
   const int units = dim / per_unit(shape.key_store.format);
   if (shape.scores_fixed(of_head)) return rows * (slots / LANES) * (dim / GROUP);
-  if (shape.scores_direct(rows)) return slots / 4 * ((dim + 31) / 32);
+  if (shape.scores_direct(rows)) return few_blocks * (slots / 4) * ((dim + 31) / 32);
   return 8 * (slots / LANES) * ((units + LANES - 1) / LANES) +
          blocks * (shape.keys.bf16 ? dim / 2 : dim * (TILE / (VECTORS * LANES)));
 }
@@ -419,8 +420,9 @@ inline int work_of_weights(int slots, int rows) { return 2 * rows * (slots / LAN
 
 inline int work_of_values(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
-  if (shape.mixes_fixed(of_head)) return (rows + FIXED_BLOCK - 1) / FIXED_BLOCK * (slots / 4) * (columns / GROUP);
-  if (shape.mixes_direct(rows)) return slots / 2 * ((columns + 63) / 64);
+  const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
+  if (shape.mixes_fixed(of_head)) return few_blocks * (slots / 4) * (columns / GROUP);
+  if (shape.mixes_direct(rows)) return few_blocks * (slots / 2) * ((columns + 63) / 64);
   if (shape.values.bf16) return slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
   return slots * (columns / per_unit(shape.value_store.format) / LANES) +
          blocks * slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
@@ -432,17 +434,19 @@ inline int scales_at(const Store& store) { return store.dim / per_unit(store.for
 inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int num_rows,
                   Ahead& ahead) {
   const int dim = shape.key_dim, rows = end - begin;
-  float* scores = s.scores.at + size_t(begin) * TILE;
   if (shape.scores_fixed(num_rows)) {
     pack_scales(tile.keys, tile.slots, scales_at(shape.key_store), dim / GROUP, s.key_scales.at);
     const uint8_t* queries = reinterpret_cast<const uint8_t*>(s.queries.at + size_t(base) * dim);
-    for_fixed_blocks(begin, end, [&](int row, int count) {
+    for_few_rows(begin, end, [&](int row, int count) {
       shape.keys.score_fixed[count - 1](queries + size_t(row) * dim * 4, tile.keys, s.key_scales.at,
                                         s.scores.at + size_t(row) * TILE, dim, tile.slots, ahead);
     });
   } else if (shape.scores_direct(rows)) {
-    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base + begin) * (dim / 2);
-    shape.keys.score_direct[rows - 1](queries, tile.keys, scores, dim / 2, tile.slots, ahead);
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base) * (dim / 2);
+    for_few_rows(begin, end, [&](int row, int count) {
+      shape.keys.score_direct[count - 1](queries + size_t(row) * (dim / 2), tile.keys, s.scores.at + size_t(row) * TILE,
+                                         dim / 2, tile.slots, ahead);
+    });
   } else {
     shape.keys.pack(tile.keys, ahead, tile.slots, dim, s.tile.at, s.key_scales.at);
     score_packed(shape, s, base, begin, end, ahead);
@@ -458,7 +462,7 @@ inline bool mix_fixed(const Shape& shape, const Tile& tile, const Scratch& s, in
   for (int r = begin; r < end; r++)
     weigh_fixed(s.scores.at + size_t(r) * TILE, s.value_scales.at, groups, tile.slots, s.l.at[base + r],
                 weights + size_t(r) * groups * 2 * TILE, s.multipliers.at + size_t(r) * groups);
-  for_fixed_blocks(begin, end, [&](int row, int count) {
+  for_few_rows(begin, end, [&](int row, int count) {
     shape.values.mix_fixed[count - 1](weights + size_t(row) * groups * 2 * TILE, s.multipliers.at + size_t(row) * groups,
                                       tile.values, dim, s.output.at + size_t(base + row) * shape.values.width,
                                       s.correction.at + row, tile.slots, ahead);
@@ -482,10 +486,12 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
   if (shape.values.bf16)
     for (int r = begin; r < end; r++) weigh(shape, s, r, num_rows, tile.slots);
   if (!direct) return mix_packed(shape, s, base, begin, end, num_rows, tile.slots, ahead);
-  shape.values.mix_direct[rows - 1](reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(begin) * (TILE / 2),
-                                    size_t(num_rows) * (TILE / 2), tile.values, dim,
-                                    s.output.at + size_t(base + begin) * shape.values.width, s.correction.at + begin,
-                                    shape.values.width, tile.slots, ahead);
+  for_few_rows(begin, end, [&](int row, int count) {
+    shape.values.mix_direct[count - 1](reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(row) * (TILE / 2),
+                                       size_t(num_rows) * (TILE / 2), tile.values, dim,
+                                       s.output.at + size_t(base + row) * shape.values.width, s.correction.at + row,
+                                       shape.values.width, tile.slots, ahead);
+  });
 }
 
 // How much of a tile's values is fetched before its keys are read: all, where two tiles fit the first-level cache beside what

@@ -13,6 +13,7 @@
 //
 // An error of 2^-16 of the largest is far below what bf16 loses. Scales of values that are negative or not finite, which
 // only foreign rows have, go through bf16; those of keys are multiplied as they are.
+// (Longer than 300 lines: two products, and what feeds them.)
 #pragma once
 
 #include <array>
@@ -25,8 +26,7 @@
 
 namespace kv {
 
-constexpr int FIXED_BLOCK = 4;  // rows whose sums fit the registers
-constexpr int FIXED_ROWS = 8;   // above, a packed tile is cheaper
+constexpr int FIXED_MOST = 8;  // rows: above, a packed tile is cheaper
 
 #if defined(KV_VNNI)
 
@@ -81,7 +81,8 @@ void pack_query_fixed(const float* values, int dim, uint8_t* to) {
   for (int g = 0; g < dim / GROUP; g++) {
     const __m512 x[4] = {_mm512_loadu_ps(values + g * GROUP), _mm512_loadu_ps(values + g * GROUP + 16),
                          _mm512_setzero_ps(), _mm512_setzero_ps()};
-    const __m512i sizes = _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(x[0])), _mm512_castps_si512(_mm512_abs_ps(x[1])));
+    const auto size = [&](int i) { return _mm512_castps_si512(_mm512_abs_ps(x[i])); };
+    const __m512i sizes = _mm512_max_epu32(size(0), size(1));  // a NaN is larger than everything
     const float largest = bits<float>(_mm512_reduce_max_epu32(sizes));
     __m512i high, low;  // with 128 added, the second byte is the high part, and the first the low part plus 128
     to_fixed(x, _mm512_set1_ps(largest > FIXED_TINY ? FIXED_SIGNED / largest : 0.0f), 128.0f, high, low);

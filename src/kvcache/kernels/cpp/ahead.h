@@ -1,0 +1,66 @@
+// Cache lines fetched into the first-level cache a few at a time while others are computed with: memory then works all the
+// time, not only while rows are read. Hardware prefetchers do not see through rows that are read four at a time: without
+// this a core of Zen 5 reads 6 GB/s, with it 30.
+#pragma once
+
+#include <algorithm>
+
+#include "vec.h"
+
+namespace kv {
+
+constexpr int TILE = 64;  // slots that are decoded and computed with at a time
+
+struct Run {  // adjacent bytes [begin, end)
+  const uint8_t *begin, *end;
+};
+
+struct Lines {  // where the rows of one side of a tile lie
+  int num_runs, num_lines;
+  Run runs[TILE];
+};
+
+class Ahead {
+ public:
+  // Fetches `lines` lines from the three sides, in their order and without the first `skip`, in `work` units of work. (A unit
+  // takes about 10 cycles.)
+  Ahead(const Lines& first, const Lines& second, const Lines& third, int skip, int lines, int work)
+      : sides{&first, &second, &third}, side(0), next(nullptr), last(nullptr), run{nullptr, nullptr},
+        rate(lines * 256 / work + 1), credit(0) {
+    while (skip > 0 && (run.begin < run.end || turn())) {
+      const int part = std::min<int>(skip, int((run.end - run.begin + 63) / 64));
+      run.begin += 64 * part;
+      skip -= part;
+    }
+  }
+
+  template <int WORK>
+  KV_INLINE void step() {
+    for (credit += WORK * rate; credit >= 256; credit -= 256) {
+      if (run.begin >= run.end && !turn()) return;
+      __builtin_prefetch(run.begin, 0, 3);  // what the first level loses too early, the second still has
+      run.begin += 64;
+    }
+  }
+
+ private:
+  const Lines* sides[3];
+  int side;                // the next of them
+  const Run *next, *last;  // runs of the current one that are not begun
+  Run run;                 // what is left of the current run
+  int rate, credit;        // lines per unit of work, and lines due, in 1/256
+
+  bool turn() {
+    for (; next == last; side++) {
+      if (side == 3) {
+        rate = credit = 0;
+        return false;
+      }
+      next = sides[side]->runs, last = next + sides[side]->num_runs;
+    }
+    run = *next++;
+    return true;
+  }
+};
+
+}  // namespace kv
