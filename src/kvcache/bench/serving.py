@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -326,13 +327,22 @@ def _anatomy(engine: Engine, prompts: _Prompts) -> Table:
     )
     rows: list[tuple[Cell, ...]] = []
     for count in BATCHES:
-        step, model = _steps(engine, prompts, count)
+        step, model, choice = _steps(engine, prompts, count)
         weights = num_bytes / bandwidth
-        rows.append((count, step * 1e3, model * 1e3, (step - model) / step, weights * 1e3, weights / step))
+        rest = (step - model - choice) / step
+        rows.append((count, step * 1e3, model * 1e3, choice * 1e3, rest, weights * 1e3, weights / step))
     plain, packed = _products(prompts.plain)
     return Table(
         "Where a decode step goes",
-        ("sequences", "step [ms]", "model [ms]", "all else / step", "weights at stream [ms]", "weights / step"),
+        (
+            "sequences",
+            "step [ms]",
+            "model [ms]",
+            "choosing [ms]",
+            "planning, hashing, bookkeeping, text / step",
+            "weights at stream [ms]",
+            "weights / step",
+        ),
         rows,
         (
             f"stream limit {bandwidth / 1e9:.1f} GB/s; weights {num_bytes / 1e6:.0f} MB",
@@ -341,23 +351,24 @@ def _anatomy(engine: Engine, prompts: _Prompts) -> Table:
     )
 
 
-def _steps(engine: Engine, prompts: _Prompts, count: int) -> tuple[float, float]:
-    """Median seconds of a decode step of `count` sequences, and of its model."""
-    steps, models = [], []
+def _steps(engine: Engine, prompts: _Prompts, count: int) -> tuple[float, float, float]:
+    """Median seconds of a decode step of `count` sequences, of its model, and of choosing tokens."""
+    steps, models, choices = [], [], []
     params = SamplingParams(max_tokens=ANATOMY_STEPS + 64, ignore_eos=True)
     waiting = {engine.add(Request(f"anatomy-{i}", prompts.tokens(64), params)) for i in range(count)}
     names = sorted(waiting)
     while waiting:
         waiting -= {event.request_id for event in engine.step()}
     for _ in range(ANATOMY_STEPS):
-        began, before = time.perf_counter(), engine.counts.model_seconds
+        began, before = time.perf_counter(), replace(engine.counts)
         engine.step()
         steps.append(time.perf_counter() - began)
-        models.append(engine.counts.model_seconds - before)
+        models.append(engine.counts.model_seconds - before.model_seconds)
+        choices.append(engine.counts.choice_seconds - before.choice_seconds)
     for name in names:
         engine.abort(name)
     engine.step()
-    return median(steps), median(models)
+    return median(steps), median(models), median(choices)
 
 
 def _products(model: Any) -> tuple[float, float]:

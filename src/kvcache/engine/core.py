@@ -236,7 +236,9 @@ class Core:
             self.counts.model_seconds = self.runner.model_seconds
 
     def _commit(self, plan: Plan, logits: Tensor, events: list[Event]) -> None:
+        began = time.perf_counter()
         likeliest = greedy(logits) if any(self.samples[part.number].chooser.is_plain for part in plan.slices) else []
+        self.counts.choice_seconds += time.perf_counter() - began
         row = 0
         for part in plan.slices:
             entry, sample = self.scheduler.entries[part.number], self.samples[part.number]
@@ -267,7 +269,9 @@ class Core:
             if sample.chooser.is_plain:
                 choice = Choice(likeliest[row])
             else:
+                began = time.perf_counter()
                 choice = sample.chooser.pick(logits[row], sample.tokens, sample.generated)
+                self.counts.choice_seconds += time.perf_counter() - began
             if not self._accept(sample, choice, events):
                 break
             if row == len(drafts) or choice.token != drafts[row]:

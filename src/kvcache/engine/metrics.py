@@ -23,8 +23,8 @@ class Blocks(NamedTuple):
 class Counts:
     """Counters that only grow. `num_misses`: admissions without any cached token, by reason.
 
-    model_seconds: in the model itself; the rest of `step_seconds` is planning, hashing, bookkeeping, choosing tokens
-    and their text.
+    model_seconds: in the model itself. choice_seconds: from logits to tokens, beams left out. The rest of
+    `step_seconds` is planning, hashing, bookkeeping and text.
     """
 
     num_requests: int = 0
@@ -41,6 +41,7 @@ class Counts:
     num_drafted: int = 0
     num_drafts_accepted: int = 0
     model_seconds: float = 0.0
+    choice_seconds: float = 0.0
     step_seconds: float = 0.0
 
 

@@ -170,7 +170,7 @@ def greedy(logits: Tensor) -> list[int]:
         if logits.dtype == torch.bfloat16:
             patterns = logits.contiguous().view(torch.int16).numpy()
             highest = patterns.argmax(-1)
-            if (np.take_along_axis(patterns, highest[:, None], -1) > 0).all():
+            if (patterns[np.arange(len(highest)), highest] > 0).all():
                 likeliest: list[int] = highest.tolist()
                 return likeliest
         found: list[int] = logits.float().numpy().argmax(-1).tolist()

@@ -107,6 +107,7 @@ class _EngineCollector(Collector):
             ("steps", "Steps of the engine.", counts.num_steps),
             ("step_seconds", "Seconds in steps.", counts.step_seconds),
             ("model_seconds", "Seconds in the model itself.", counts.model_seconds),
+            ("choice_seconds", "Seconds from logits to tokens.", counts.choice_seconds),
             ("prompt_tokens", "Tokens of prompts.", counts.num_prompt_tokens),
             ("cached_tokens", "Tokens of prompts that were not computed.", counts.num_cached_tokens),
             ("computed_tokens", "Tokens computed, prompts and answers.", counts.num_computed_tokens),
