@@ -25,7 +25,7 @@ def two_layers(*, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
 
 
 @needs_bf16
-@pytest.mark.parametrize("shape", [(1, 96), (1, 1, 96), (1, 7, 96), (512, 96), (0, 96)])
+@pytest.mark.parametrize("shape", [(1, 96), (1, 1, 96), (1, 7, 96), (1, 33, 96), (2, 70, 96), (512, 96), (0, 96)])
 def test_products_are_those_of_the_plain_weights(shape: tuple[int, ...]) -> None:
     model = two_layers()
     x = torch.randn(shape).to(torch.bfloat16)

@@ -76,6 +76,33 @@ class PackedLinears:
         self._modules, self._pointers, self.num_bytes = [], set(), 0
 
 
+def padded_rows(num_rows: int) -> int:
+    """The number of rows that a product of `num_rows` is computed with.
+
+    oneDNN keeps a compiled product for each number of rows that it meets, up to a thousand of a megabyte or more:
+    prompts of ever new lengths would fill the memory. Numbers are rounded up to few; decode steps are left alone.
+
+    >>> [padded_rows(n) for n in (1, 16, 17, 128, 130, 512)]
+    [1, 16, 32, 128, 192, 512]
+    """
+    if num_rows <= 16:
+        return num_rows
+    step = 16 if num_rows <= 128 else 64
+    return -(-num_rows // step) * step
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows x [..., in] times packed weights [out, in]."""
+    num_rows = x.numel() // x.shape[-1]
+    missing = padded_rows(num_rows) - num_rows
+    if not missing:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+        return product
+    rows = nn.functional.pad(x.reshape(num_rows, x.shape[-1]), (0, 0, 0, missing))
+    product = torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")
+    return product[:num_rows].view(*x.shape[:-1], product.shape[-1])
+
+
 def _is_supported() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -91,7 +118,6 @@ def _can_pack(module: nn.Linear) -> bool:
 
 
 def _forward(module: nn.Linear, packed: Tensor) -> Callable[[Tensor], Tensor]:
-    multiply = torch.ops.mkldnn._linear_pointwise.default
     bias: Tensor | None = module.bias
     bias = None if bias is None else bias.detach()
 
@@ -101,8 +127,7 @@ def _forward(module: nn.Linear, packed: Tensor) -> Callable[[Tensor], Tensor]:
             return traced
         if x.dtype is not torch.bfloat16 or x.device.type != "cpu" or torch.is_grad_enabled():
             return nn.functional.linear(x, module.weight, module.bias)
-        product: Tensor = multiply(x, packed, bias, "none", [], "")
-        return product
+        return _product(x, packed, bias)
 
     return forward
 
@@ -112,8 +137,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     packed = _packed.get(weight.data_ptr())
     if packed is None or x.dtype is not torch.bfloat16:
         return nn.functional.linear(x, weight, bias)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return product
+    return _product(x, packed, bias)
 
 
 def _linear_shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
