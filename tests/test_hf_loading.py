@@ -17,7 +17,7 @@ from kvcache.errors import KVCacheError, NotSupported
 from kvcache.hf.gguf import GGML_TYPES, read_gguf
 from kvcache.hf.gguf_decode import decode
 from kvcache.hf.gguf_model import plan_model
-from kvcache.hf.loading import CorruptFile, Loaded, ModelNotFound, cache_home, fingerprint, load
+from kvcache.hf.loading import CorruptFile, Loaded, ModelNotFound, fingerprint, load
 
 TOKENS = torch.arange(5, 45)[None]
 
@@ -509,15 +509,6 @@ def test_a_model_object() -> None:
     assert (loaded.name, loaded.source, loaded.tokenizer) == ("Qwen3ForCausalLM", "a model object", None)
     with pytest.raises(TypeError, match="model is a Linear"):
         load(torch.nn.Linear(2, 2))
-
-
-def test_cache_home(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path) -> None:
-    assert cache_home() == home
-    monkeypatch.delenv("KVCACHE_HOME")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_home() == tmp_path / "kvcache"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_home() == Path.home() / ".cache" / "kvcache"
 
 
 # --- fingerprints -----------------------------------------------------------------------------------------------------

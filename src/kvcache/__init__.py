@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache import backends, errors
 from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
-from kvcache.errors import CacheFull, CorruptEntry, CorruptState, KVCacheError, NotSupported
+from kvcache.errors import CacheFull, CorruptEntry, CorruptState, KVCacheError, NotSupported, needing
 from kvcache.spans import Chunked, Full, Sliding, Span
 from kvcache.spec import Batch, CacheConfig, Device, History, Match, Media, SequenceUsage, Usage
 from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
@@ -71,7 +71,9 @@ def __getattr__(name: str) -> Any:
     """What needs more than NumPy, or is needed with it only, is imported on first use."""
     if name not in _LAZY:
         raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
-    found = getattr(import_module(_LAZY[name]), name)
+    with needing("hf", f"kvcache.{name}"):
+        home = import_module(_LAZY[name])
+    found = getattr(home, name)
     globals()[name] = found
     return found
 

@@ -15,7 +15,10 @@ A failed operation has changed nothing.
 
 from __future__ import annotations
 
-__all__ = ["CacheFull", "CorruptEntry", "CorruptState", "KVCacheError", "NotSupported"]
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["CacheFull", "CorruptEntry", "CorruptState", "KVCacheError", "NotSupported", "needing"]
 
 
 class KVCacheError(Exception):
@@ -47,3 +50,17 @@ class CorruptState(KVCacheError):
 
 class CorruptEntry(KVCacheError):
     """A stored entry (a session file, a block from another tier) fails its integrity check."""
+
+
+@contextmanager
+def needing(extra: str, who: str) -> Iterator[None]:
+    """For imports of what an optional package is needed for: without it, the `ImportError` names the extra with it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "kvcache").split(".")[0]
+        if package == "kvcache":
+            raise
+        raise ImportError(
+            f"{who} needs {package}, which is not installed; pip install 'kvcache[{extra}]'", name=package
+        ) from error

@@ -13,14 +13,13 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    import mlx.core as mx
-except ImportError as error:
-    raise ImportError("the mlx backend needs MLX, which is not here; pip install 'kvcache[mlx]'") from error
-
 from kvcache.backends import Backend
 from kvcache.backends.numpy_backend import host_array, refusal
+from kvcache.errors import needing
 from kvcache.spec import Array, Device
+
+with needing("mlx", "the mlx backend"):
+    import mlx.core as mx
 
 __all__ = ["MlxBackend"]
 

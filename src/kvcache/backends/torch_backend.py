@@ -23,14 +23,13 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-try:
-    import torch
-except ImportError as error:
-    raise ImportError("the torch backend needs PyTorch, which is not here; pip install 'kvcache[torch]'") from error
-
 from kvcache.backends import Backend
 from kvcache.backends.numpy_backend import host_array, refusal
+from kvcache.errors import needing
 from kvcache.spec import Array, Device, integer
+
+with needing("torch", "the torch backend"):
+    import torch
 
 __all__ = ["TorchBackend"]
 

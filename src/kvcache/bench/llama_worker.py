@@ -1,11 +1,11 @@
 """llama.cpp's attention, on the other end of a pipe: run by the python of llama-cpp-python's own environment.
 
-Not a module of kvcache and imports nothing of it: `outside.py` starts this file there, writes one request a line (JSON)
-to its standard input and reads one answer a line. llama-cpp-python brings ggml's libraries along; a graph of one node,
-`ggml_flash_attn_ext`, is what llama.cpp computes in each layer, over a cache laid out as its own: [S,H,D] of each
-sequence, f16 or quantised, queries in f32. The graph is planned before and that is not timed. `load` and `complete` run
-whole requests from a .gguf file, with the weights as they are stored there and one request after the other, which is
-what the Python package does; the prefix that a prompt has in common with the one before is kept.
+Not a module of kvcache and imports nothing of it: `outside.py` starts it there under `worker.py`, writes one request a
+line (JSON) to its standard input and reads one answer a line. llama-cpp-python brings ggml's libraries along; a graph
+of one node, `ggml_flash_attn_ext`, is what llama.cpp computes in each layer, over a cache laid out as its own: [S,H,D]
+of each sequence, f16 or quantised, queries in f32. The graph is planned before and that is not timed. `load` and
+`complete` run whole requests from a .gguf file, with the weights as they are stored there and one request after the
+other, which is what the Python package does; the prefix that a prompt has in common with the one before is kept.
 
     {"do": "hello"}                                                             {"version": "0.3.36", "threads": 2}
     {"do": "attention", "name": "a", "format": "f16", "sequences": 8, ...}      {"ok": true}
@@ -20,9 +20,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
@@ -239,22 +237,3 @@ class Worker:
                 if count == num_out:
                     break
         return {"seconds": time.perf_counter() - began}
-
-
-def main() -> None:
-    """One answer a line for each request a line, until the input ends. Whatever else prints goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker: Worker | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            worker = worker or Worker()
-            answer = getattr(worker, request.pop("do"))(**request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
-if __name__ == "__main__":
-    main()

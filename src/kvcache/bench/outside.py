@@ -55,7 +55,7 @@ class Pipe:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  the stack closes it
         stack.callback(self._errors.close)
         self._process = subprocess.Popen(
-            [str(python), "-P", str(Path(__file__).with_name(f"{peer}_worker.py"))],
+            [str(python), "-P", *(str(Path(__file__).with_name(f)) for f in ("worker.py", f"{peer}_worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

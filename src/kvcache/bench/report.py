@@ -13,6 +13,7 @@ from typing import Any
 
 from kvcache.bench.machine import describe
 from kvcache.bench.table import Cell, Table
+from kvcache.errors import needing
 
 __all__ = ["NAMES", "as_json", "from_json", "measure"]
 
@@ -33,7 +34,8 @@ def measure(name: str) -> list[Table]:
     """The tables of that name. Raises `ValueError` for an unknown one, `ImportError` when a package is missing."""
     if name not in NAMES:
         raise ValueError(f"there is no measurement {name!r}; expected one of {', '.join(NAMES)}, or all")
-    module: Any = importlib.import_module(f"kvcache.bench.{name}")
+    with needing("demo", f"kvcache bench {name}"):
+        module: Any = importlib.import_module(f"kvcache.bench.{name}")
     tables: list[Table] = module.tables()
     return tables
 

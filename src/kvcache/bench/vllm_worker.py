@@ -1,9 +1,9 @@
 """vLLM's attention operator for CPUs, on the other end of a pipe: run by the python of vLLM's own environment.
 
-Not a module of kvcache and imports nothing of it: `outside.py` starts this file there, writes one request a line (JSON)
-to its standard input and reads one answer a line. The operator is called as each layer of vLLM calls it; what vLLM
-prepares once per step for all layers (its scheduler metadata), as we prepare our plan, is not timed. `load` and
-`complete` run vLLM itself, whole requests through its engine.
+Not a module of kvcache and imports nothing of it: `outside.py` starts it there under `worker.py`, writes one request a
+line (JSON) to its standard input and reads one answer a line. The operator is called as each layer of vLLM calls it;
+what vLLM prepares once per step for all layers (its scheduler metadata), as we prepare our plan, is not timed. `load`
+and `complete` run vLLM itself, whole requests through its engine.
 
     {"do": "hello"}                                                                  {"version": "0.32.0", ...}
     {"do": "pool", "num_slots": 131072, "heads": [32, 8, 128], "block_size": 128}    {"ok": true}
@@ -16,7 +16,6 @@ prepares once per step for all layers (its scheduler metadata), as we prepare ou
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -172,23 +171,3 @@ class Worker:
         if any(len(one.outputs[0].token_ids) != num_out for one in done):
             raise RuntimeError(f"it made other numbers of tokens than {num_out}")
         return {"seconds": seconds}
-
-
-def main() -> None:
-    """One answer a line for each request a line, until the input ends. Whatever else prints goes to stderr."""
-    preload()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker: Worker | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            worker = worker or Worker()
-            answer = getattr(worker, request.pop("do"))(**request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
-if __name__ == "__main__":
-    main()

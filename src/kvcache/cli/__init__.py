@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import sys
 
+from kvcache.errors import KVCacheError, needing
+
 __all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line. Errors that a user can cure are one line on stderr and exit status 1."""
-    from kvcache.cli.app import app
-
     try:
+        with needing("cli", "the command line"):
+            from kvcache.cli.app import app
         app()
-    except (ValueError, TypeError) as error:
-        _fail(error)
-    except Exception as error:
-        from kvcache.errors import KVCacheError
-
-        if not isinstance(error, (KVCacheError, ImportError)):
-            raise
-        _fail(error)
-
-
-def _fail(error: Exception) -> None:
-    sys.stderr.write(f"kvcache: {error}\n")
-    sys.exit(1)
+    except (ImportError, KVCacheError, TypeError, ValueError) as error:
+        sys.stderr.write(f"kvcache: {error}\n")
+        sys.exit(1)

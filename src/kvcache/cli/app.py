@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from kvcache.errors import needing
+
 __all__ = ["app"]
 
 app = typer.Typer(
@@ -31,7 +33,8 @@ def run(
     kernel: Annotated[str | None, typer.Option(help="Attention kernel [default: the fastest present]")] = None,
 ) -> None:
     """Complete prompts, or talk to a model in the terminal."""
-    from kvcache.cli.run import run as start
+    with needing("cli,demo", "kvcache run"):
+        from kvcache.cli.run import run as start
 
     start(model, prompts=prompt or [], max_tokens=max_tokens, kv_dtype=kv_dtype, capacity=capacity, kernel=kernel)
 
@@ -76,7 +79,8 @@ def serve(
         request_seconds=request_seconds,
         grace_seconds=grace_seconds,
     )
-    from kvcache.cli.serve import serve as start  # brings PyTorch: what is wrong above is told before
+    with needing("demo,serve", "kvcache serve"):
+        from kvcache.cli.serve import serve as start  # brings PyTorch: what is wrong above is told before
 
     start(
         model,
@@ -101,7 +105,8 @@ def build(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the compiler says.")] = False,
 ) -> None:
     """Compile the CPU kernel for this machine now, not when it is first needed."""
-    from kvcache.kernels.cpu_build import build as compiled
+    with needing("torch", "kvcache build"):
+        from kvcache.kernels.cpu_build import build as compiled
 
     found = compiled(isa=isa, verbose=verbose)
     print(f"{found.isa}, {f'compiled in {found.seconds:.0f} s' if found.seconds else 'there already'}: {found.path}")
@@ -118,8 +123,9 @@ def bench(
     note: Annotated[str | None, typer.Option(help="What a reader of the JSON should know about the run.")] = None,
 ) -> None:
     """Measure, and print tables with the machine's name. Without a name: what there is to measure."""
-    from kvcache.cli.bench import asked, names_with_help
-    from kvcache.cli.bench import bench as start
+    with needing("cli", "kvcache bench"):
+        from kvcache.cli.bench import asked, names_with_help
+        from kvcache.cli.bench import bench as start
 
     if not arguments:
         typer.echo(names_with_help())

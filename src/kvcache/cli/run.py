@@ -43,6 +43,7 @@ def run(
     loaded = load(model)
     with _runner(loaded, kv_dtype, capacity, max_tokens) as runner:
         conversation = Conversation(loaded, runner, capacity)
+        runner.warm()  # the time to the first token is the model's, not a compiler's
         console = Console(stderr=True, highlight=False)
         for prompt in prompts:
             sys.stdout.write(prompt)

@@ -15,7 +15,7 @@ from kvcache.engine.prefixes import Prefixes, namespace_of
 from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout, dtype_name, layout_of
 from kvcache.hf.loading import Loaded, load
-from kvcache.hf.runner import Runner, Work, members_of
+from kvcache.hf.runner import Runner, members_of
 from kvcache.scheduler import MemberShape, Scheduler
 
 __all__ = ["Options", "core", "drafter", "initialised", "max_length", "stop_tokens"]
@@ -80,12 +80,10 @@ def core(loaded: Loaded, options: Options) -> Core:
 
 
 def _runner(model: Any, cache: Cache, layout: Layout, *, compile: bool) -> Runner:
-    """The runner; one that compiles has run its two graphs once, so that no request waits for the compiler."""
+    """The runner; one that compiles is warm, so that no request waits for the compiler."""
     runner = Runner(model, cache, layout=layout, compile=compile)
     if compile:
-        runner.forward([Work(0, 0, [0, 0])])
-        runner.forward([Work(0, 2, [0])])
-        cache.remove(0, 0)
+        runner.warm()
     return runner
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvcache.errors import needing
+
 if TYPE_CHECKING:
     from kvcache.hf.cache import cache_for
     from kvcache.hf.layout import Layout, layout_of
@@ -35,4 +37,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    with needing("hf", "kvcache.hf"):
+        home = import_module(_HOMES[name])
+    return getattr(home, name)

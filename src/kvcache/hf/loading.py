@@ -27,14 +27,15 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 from kvcache.errors import NotSupported
 from kvcache.hf.gguf import CorruptFile
-from kvcache.hf.model_files import ModelNotFound, cache_home, demo_file, locate, similar
+from kvcache.hf.model_files import ModelNotFound, demo_file, locate, similar
 from kvcache.hf.progress import Progress
+from kvcache.home import cache_home
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["CorruptFile", "Loaded", "ModelNotFound", "cache_home", "fingerprint", "load"]
+__all__ = ["CorruptFile", "Loaded", "ModelNotFound", "fingerprint", "load"]
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 

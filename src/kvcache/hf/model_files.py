@@ -13,8 +13,9 @@ from pathlib import Path
 
 from kvcache.errors import KVCacheError, NotSupported
 from kvcache.hf.gguf import CorruptFile
+from kvcache.home import cache_home
 
-__all__ = ["ModelNotFound", "cache_home", "demo_file", "locate", "similar"]
+__all__ = ["ModelNotFound", "demo_file", "locate", "similar"]
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _DEMO_FILE = "gemma-3-270m-q4_k_m.gguf"
@@ -22,14 +23,6 @@ _DEMO_FILE = "gemma-3-270m-q4_k_m.gguf"
 
 class ModelNotFound(KVCacheError, ValueError):
     """No model goes by this name. The message says what was tried and what is expected."""
-
-
-def cache_home() -> Path:
-    """Where we keep what can be made again: `$KVCACHE_HOME`, `$XDG_CACHE_HOME/kvcache` or `~/.cache/kvcache`."""
-    if home := os.environ.get("KVCACHE_HOME"):
-        return Path(home).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")  # a relative one is to be ignored, says the XDG specification
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "kvcache"
 
 
 def locate(text: str) -> Path | str:

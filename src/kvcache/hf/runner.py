@@ -155,6 +155,15 @@ class Runner:
                     self._states.remove(_KEPT - number, 0)
         return logits
 
+    def warm(self) -> None:
+        """Run a few tokens as sequence 0 and forget them: what is compiled on first use is compiled now.
+
+        That is the kernel, once on a machine, and the model's two graphs where they are asked for. For an empty cache.
+        """
+        self.forward([Work(0, 0, [0, 0])])
+        self.forward([Work(0, 2, [0])])
+        self.cache.remove(0, 0)
+
     def encode(self, **inputs: Tensor) -> Tensor:
         """States [n, hidden] for `EncoderStates`, of what the model's encoder takes, with a batch of one."""
         with torch.inference_mode():

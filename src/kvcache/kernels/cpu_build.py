@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcache.errors import NotSupported
+from kvcache.home import cache_home
 
 __all__ = ["ISAS", "Built", "build", "is_loaded", "operators"]
 
@@ -128,11 +129,7 @@ def _folder(isa: str) -> Path:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     for part in (*_flags(isa), torch.__version__, _cpu(), os.environ.get("CXX", "c++")):
         digest.update(part.encode() + b"\0")
-    if home := os.environ.get("KVCACHE_HOME"):
-        root = Path(home)
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcache"
-    return root / "kernels" / f"cpu-{isa}-{digest.hexdigest()[:16]}"
+    return cache_home() / "kernels" / f"cpu-{isa}-{digest.hexdigest()[:16]}"
 
 
 def _namespace(folder: Path) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvcache.errors import needing
 from kvcache.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def __getattr__(name: str) -> Any:
     """`Server` and `bind` bring PyTorch; settings that cannot work are told before that."""
     if name not in ("Server", "bind"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvcache.server import run
+    with needing("serve", "the server"):
+        from kvcache.server import run
 
     return getattr(run, name)
