@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,26 +75,52 @@ class Served:
         return str(self.complete(prompt, **body)["choices"][0]["text"])
 
     def metrics(self) -> dict[str, float]:
-        """Samples by name, and by name{label=value,...}."""
-        found = {}
-        for family in text_string_to_metric_families(self.client.get("/metrics").text):
-            for sample in family.samples:
-                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-        return found
+        return metrics(self.client)
 
     def is_idle(self) -> bool:
-        """Whether nothing runs, waits, or holds a block."""
-        metrics = self.metrics()
-        held = sum(value for name, value in metrics.items() if name.startswith("kvcache_blocks") and "held" in name)
-        busy = ("kvcache_sequences{state=running}", "kvcache_sequences{state=waiting}", "kvcache_open_outputs")
-        return held == 0 and not any(metrics[name] for name in busy)
+        return is_idle(self.client)
 
     def connect(self) -> socket.socket:
         """A bare connection, for what no client sends."""
         made = socket.create_connection(self.server.address)
         made.settimeout(20)
         return made
+
+
+def metrics(client: httpx.Client) -> dict[str, float]:
+    """Samples by name, and by name{label=value,...}."""
+    found = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return found
+
+
+def is_idle(client: httpx.Client) -> bool:
+    """Whether nothing runs, waits, or holds a block."""
+    now = metrics(client)
+    held = sum(value for name, value in now.items() if name.startswith("kvcache_blocks") and "held" in name)
+    busy = ("kvcache_sequences{state=running}", "kvcache_sequences{state=waiting}", "kvcache_open_outputs")
+    return held == 0 and not any(now[name] for name in busy)
+
+
+@contextmanager
+def command(*arguments: str, seconds: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`kvcache serve ARGUMENTS` on a free port, and its URL; it is killed at the end, or after so many seconds."""
+    words = [sys.executable, "-m", "kvcache", "serve", *arguments, "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        watchdog = threading.Timer(seconds, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.match(r"kvcache serves \w+ at (http://127\.0\.0\.1:\d+) ", line)
+            assert found, line
+            yield process, found[1]
+        finally:
+            watchdog.cancel()
+            process.kill()
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -286,6 +288,31 @@ def test_who_does_not_wait_for_a_whole_answer_frees_its_blocks(served: Served, p
     eventually(served.is_idle)
     aborted = "kvcache_outputs_total{reason=abort}"
     assert served.metrics()[aborted] == before.get(aborted, 0) + 1
+
+
+def test_nothing_is_kept_of_requests_that_are_over(served: Served) -> None:
+    """Memory that the server's own code has allocated, after many that hung up and after many more."""
+
+    def hang_up() -> None:
+        body = {"model": NAME, "prompt": "x", "max_tokens": LONG, "stream": True}
+        with served.client.stream("POST", "/v1/completions", json=body) as answer:
+            next(events(answer))
+
+    def allocated() -> int:
+        eventually(served.is_idle)
+        gc.collect()
+        ours = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/kvcache/server/*")])
+        return sum(trace.size for trace in ours.traces)
+
+    hang_up()
+    tracemalloc.start()
+    try:
+        before = allocated()
+        for _ in range(50):
+            hang_up()
+        assert allocated() - before < 50 * 100
+    finally:
+        tracemalloc.stop()
 
 
 # --- bounds -----------------------------------------------------------------------------------------------------------

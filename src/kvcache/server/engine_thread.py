@@ -64,6 +64,7 @@ class Ticket:
         self.requests = tuple(requests)
         self.num_sequences = sum(request.params.num_sequences for request in requests)
         self.loop = loop
+        self.last_token: dict[tuple[str, int], float] = {}  # when, by request and index; the engine thread's
         self._numbers = {request.id: number for number, request in enumerate(requests)}
         self._unfinished = set(self._numbers)
         self._arrived: asyncio.Queue[Event | Exception] = asyncio.Queue()
@@ -131,7 +132,6 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvcache-engine", daemon=True)
         self._tickets: dict[str, Ticket] = {}  # the engine thread's
-        self._last_token: dict[tuple[str, int], float] = {}  # the engine thread's
         self._open: set[Ticket] = set()  # the event loop's
         self._unavailable: Unavailable | None = None
 
@@ -262,13 +262,12 @@ class EngineThread:
             ticket = self._tickets.get(event.request_id)
             if ticket is None:
                 continue  # aborted
-            place = (event.request_id, event.index)
             if isinstance(event, Token):
-                if place in self._last_token:
-                    self._instruments.token_after(now - self._last_token[place])
-                self._last_token[place] = now
+                place = (event.request_id, event.index)
+                if place in ticket.last_token:
+                    self._instruments.token_after(now - ticket.last_token[place])
+                ticket.last_token[place] = now
             else:
-                self._last_token.pop(place, None)
                 self._instruments.finished(event.completion)
                 if event.is_last:
                     del self._tickets[event.request_id]
