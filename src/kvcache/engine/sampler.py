@@ -163,7 +163,7 @@ def _number(generator: torch.Generator) -> float:
 def greedy(logits: Tensor) -> list[int]:
     """The likeliest token of each row [R, vocabulary], the first among equals.
 
-    On the CPU NumPy finds it in a hundredth of the time that `torch.argmax` takes for a row of 262144. bf16 is not
+    On the CPU NumPy finds it in far less time than `torch.argmax` (17 against 300 µs for a row of 262144). bf16 is not
     converted for that: patterns of positive values are in their order as integers, too, and above all negative ones.
     """
     if logits.device.type == "cpu":

@@ -8,7 +8,7 @@ compiler must not look into are three operators, opaque to it:
     x, weight -- kvcache::linear --> the packed product of `weights.py`
 
 While a graph runs, `attend` finds its cache by the thread: `running` names it for the time of one call. Compiling takes
-a minute on two cores, and a third of that when PyTorch's own cache on disk has the loops already.
+a minute on two cores.
 """
 
 from __future__ import annotations

@@ -158,8 +158,7 @@ class Writer(ABC):
 def writer(storage: Sequence[Stored], rows: Sequence[Array] = ()) -> Writer | None:
     """The kernel that writes such rows to this storage; `None` where the storage does it itself.
 
-    One that attention has loaded already: nobody waits for a compiler to write rows. Follows `KVCACHE_KERNEL`. Cost:
-    about 1 µs.
+    One that attention has loaded already: nobody waits for a compiler to write rows. Follows `KVCACHE_KERNEL`.
     """
     forced = os.environ.get("KVCACHE_KERNEL")
     for name in (forced,) if forced else KERNELS:
@@ -172,7 +171,7 @@ def writer(storage: Sequence[Stored], rows: Sequence[Array] = ()) -> Writer | No
 def choose(queries: Array, keys: Stored, values: Stored) -> Kernel:
     """The fastest kernel that reads these arrays, or the one that `KVCACHE_KERNEL` names.
 
-    Raises `ValueError` when that is no kernel's name, or names a kernel that cannot read them. Cost: about 1 µs.
+    Raises `ValueError` when that is no kernel's name, or names a kernel that cannot read them.
     """
     forced = os.environ.get("KVCACHE_KERNEL")
     if forced:
