@@ -38,6 +38,7 @@ from kvcache import backends
 from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
 from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout, dtype_name, layout_of
+from kvcache.hf.norms import FusedNorms
 from kvcache.hf.runner_call import ModelCall
 from kvcache.hf.weights import PackedLinears
 from kvcache.spans import Sliding, Span
@@ -125,6 +126,7 @@ class Runner:
         self.model_seconds = 0.0
         self._model = ModelCall(model, layout, self.members, compile=compile)
         self._weights = PackedLinears(model) if packs_weights else None
+        self._norms = FusedNorms(model)
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -174,6 +176,7 @@ class Runner:
         self._model.close()
         if self._weights is not None:
             self._weights.close()
+        self._norms.close()
         if self._owns_cache:
             self.cache.close()
 

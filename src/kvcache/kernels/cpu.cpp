@@ -2,9 +2,11 @@
 // cpu.py; here the tensors are taken apart, once per call.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "cpp/attend.h"
+#include "cpp/norm.h"
 
 namespace {
 
@@ -82,6 +84,17 @@ void shift(const at::Tensor& keys, int64_t format, int64_t dim, const at::Tensor
             int(keys.size(1)), keys.size(2), rotation);
 }
 
+// Rows of the last dimension of x, normalised; the result lies in memory as x does. weight: f32.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, bool rounds_first) {
+  const at::Tensor from = x.is_non_overlapping_and_dense() && x.stride(-1) == 1 ? x : x.contiguous();
+  const at::Tensor to = at::empty_like(from);
+  const int64_t dim = from.size(-1);
+  TORCH_CHECK_VALUE(dim == weight.numel(), "rows have ", dim, " values and the weight has ", weight.numel());
+  kv::normalise({weight.data_ptr<float>(), float(eps), rounds_first}, from.data_ptr(), to.data_ptr(),
+                format_of(from.scalar_type()), from.numel() / dim, int(dim));
+  return to;
+}
+
 // Whether matrix products of many bf16 rows go through brgemm; false when this CPU or this PyTorch has none.
 bool set_brgemm(bool on) {
 #if defined(KV_BF16)
@@ -121,4 +134,5 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
       "shift(Tensor(a!) keys, int format, int dim, Tensor slots, Tensor offsets, Tensor inv_freq, int begin, "
       "bool interleaved) -> ()",
       shift);
+  library.def("rms_norm(Tensor x, Tensor weight, float eps, bool rounds_first) -> Tensor", rms_norm);
 }
