@@ -94,7 +94,7 @@ def test_split_contexts(block_size: int) -> None:
     sequences = [decode(700), decode(600, window=513), prefill(530, 2), decode(300, holes=40), decode(9)]
     world = make_world(Shape(1, 2, 32, 32, block_size), sequences, seed=5)
     queries, (keys, values) = array(BACKEND, world.queries), both(world, ("f32", "f32"))
-    plan = TritonKernel().plan(world.batch, queries, keys, values)
+    plan = TritonKernel().plan(world.batch, queries.device, geometry_of(queries, keys, values))
     assert len(plan.merges) == 5  # the last sequence is not cut
     sinks = np.array([-1, 2], np.float32)
     assert error(world, "f32", ("f32", "f32"), softcap=4.0, sinks=sinks) < 2e-6
@@ -318,7 +318,7 @@ def test_one_capture_serves_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         for part, filled in zip((keys, values), both(world, names), strict=True):
             part.array[: len(filled.array)].copy_(filled.array)
         queries.copy_(array(BACKEND, world.queries, "bf16"))
-        plan = kernel.plan(world.batch, queries, keys, values, room)
+        plan = kernel.plan(world.batch, queries.device, geometry_of(queries, keys, values), room)
         if not capture.launches:
             with Operators() as operators:
                 triton_kernel.launch(plan, queries, keys, values, out, scale=0.2, softcap=9.0, sinks=sinks)
@@ -345,11 +345,11 @@ def test_rooms_that_are_too_small_say_so() -> None:
     geometry = geometry_of(queries, keys, values)
     sizes = decode_sizes(geometry, 4, num_sequences=1, max_slots=30)
     with pytest.raises(ValueError, match=r"the room has Sizes\(decode_items=\d+, .* make a larger one"):
-        TritonKernel().plan(world.batch, queries, keys, values, Room(sizes, DEVICE))
+        TritonKernel().plan(world.batch, queries.device, geometry, Room(sizes, DEVICE))
     room = Room(decode_sizes(geometry, 4, num_sequences=2, max_slots=30), DEVICE)
     fewer = replace_segments(world.batch, list(world.batch.segments[1:]))
     with pytest.raises(ValueError, match="1 of 2 rows belong to a segment"):
-        TritonKernel().plan(fewer, queries, keys, values, room)
+        TritonKernel().plan(fewer, queries.device, geometry, room)
     assert decode_sizes(geometry, 4, 2, 30, irregular=True).positions == 60
     assert isinstance(sizes, Sizes) and sizes.prefill_items == 0
     with pytest.raises(ValueError, match="more is a prefill"):

@@ -84,7 +84,7 @@ def compile_case(case: str) -> None:
         kernel.put(keys, values, np.arange(3), new_keys, new_values)
         kernel.shift(keys, np.arange(3), np.array([1, 0, 2]), Rotation(np.ones(D // 2), False, 0))
         return
-    plan = kernel.plan(world.batch, queries, keys, values)
+    plan = kernel.plan(world.batch, queries.device, triton_kernel.geometry_of(queries, keys, values))
     out = torch.empty(*queries.shape[:2], Dv, dtype=queries.dtype)
     sinks = torch.zeros(queries.shape[1])
     triton_kernel.launch(plan, queries, keys, values, out, scale=0.1, softcap=5.0, sinks=sinks)

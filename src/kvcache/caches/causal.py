@@ -21,7 +21,7 @@ from kvcache.backends import Backend
 from kvcache.blocks import BlockStorage
 from kvcache.caches import Cache
 from kvcache.caches.causal_view import CausalSequenceView
-from kvcache.caches.forward import Forward, group_rows
+from kvcache.caches.forward import Forward, Padded, group_rows
 from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
 from kvcache.caches.tables import Removal, Tables
 from kvcache.formats import Format
@@ -73,7 +73,7 @@ class CausalCache(Cache):
 
     def put(self, keys: Array, values: Array) -> None:
         forward, layer = self._started(), self._active_layer()
-        keys, values = self._storage.accept(layer, keys, values, len(forward.batch))
+        keys, values = self._storage.accept(layer, keys, values, forward.num_rows)
         if not forward.is_reserved:
             self.write(layer, forward.slots, keys, values)
         forward.written[layer] = (keys.shape[1], keys.shape[2], values.shape[2])
@@ -103,13 +103,13 @@ class CausalCache(Cache):
         shape, (num_heads, head_dim, value_dim) = tuple(queries.shape), forward.written[layer]
         if (
             len(shape) != 3
-            or shape[0] != len(forward.batch)
+            or shape[0] != forward.num_rows
             or shape[2] != head_dim
             or not shape[1]
             or shape[1] % num_heads
         ):
             raise ValueError(
-                f"queries are {list(shape)}; expected [{len(forward.batch)}, a multiple of {num_heads}, {head_dim}]: "
+                f"queries are {list(shape)}; expected [{forward.num_rows}, a multiple of {num_heads}, {head_dim}]: "
                 f"the "
                 f"batch's tokens, heads in groups over the key heads, and the keys' head_dim"
             )
@@ -324,6 +324,14 @@ class CausalCache(Cache):
             self._storage.write(layer, slots, keys, values)
         else:
             writer.put(made.keys, made.values, slots, keys, values)
+
+    def pad_forward(self, num_rows: int, slots: Array) -> Padded:
+        """Give the pass under way `num_rows` rows: those beyond its batch see nothing and are stored nowhere.
+
+        For passes that a CUDA graph repeats. slots: int64 [num_rows] on the storage's device, by which `put` stores
+        from now on, to be filled with the slots that are returned; a kernel must be at hand that takes them there.
+        """
+        return self._started().pad(num_rows, slots, self.block_size)
 
     def end_forward(self) -> None:
         """The tables are about to change by another way than a pass: the present pass has ended."""

@@ -18,7 +18,7 @@ from kvcache.sequences import Sequence
 from kvcache.spans import Span
 from kvcache.spec import Array, Batch, Device, integer
 
-__all__ = ["UNBOUNDED", "Columns", "Forward", "group_rows"]
+__all__ = ["UNBOUNDED", "Columns", "Forward", "Padded", "group_rows"]
 
 UNBOUNDED = np.iinfo(np.int32).max
 
@@ -30,12 +30,19 @@ class Columns(NamedTuple):
     visible: NDArray[np.bool_]
 
 
+class Padded(NamedTuple):
+    """A pass with more rows than its batch: `slots` int64 [T], -1 for the rows of nobody, and what attention reads."""
+
+    slots: NDArray[np.int64]
+    attention: AttentionBatch
+
+
 @final
 class Forward:
     """One started pass.
 
-    `slots` int64 [T]; `rows` are the batch rows of each sequence; `written` says which layers were put, in which
-    shapes; `masks` keeps the mask made for each device.
+    `slots` int64 [T], T = `num_rows`; `rows` are the batch rows of each sequence; `written` says which layers were put,
+    in which shapes; `masks` keeps the mask made for each device.
     """
 
     __slots__ = (
@@ -47,6 +54,7 @@ class Forward:
         "excepted",
         "is_reserved",
         "masks",
+        "num_rows",
         "rows",
         "slots",
         "written",
@@ -63,8 +71,9 @@ class Forward:
         is_reserved: bool = False,
     ) -> None:
         self.batch = batch
+        self.num_rows = len(batch)
         self.rows = rows
-        self.slots = slots
+        self.slots: Array = slots
         self.is_reserved = is_reserved
         self.written: dict[int, tuple[int, int, int]] = {}  # layer: heads, head_dim, value_dim
         self.masks: dict[Device, Array] = {}
@@ -129,6 +138,16 @@ class Forward:
                 )
             self._attention = AttentionBatch(segments, begins, ends, block_size)
         return self._attention
+
+    def pad(self, num_rows: int, slots: Array, block_size: int) -> Padded:
+        """Add rows of nobody, which see nothing, up to `num_rows`; `put` goes to `slots` from now on."""
+        own, missing = self.attention(block_size), num_rows - self.num_rows
+        nobody = [Segment(np.array([row]), np.empty(0, np.int32), 0, 0, None) for row in range(self.num_rows, num_rows)]
+        begins, ends = (np.pad(bounds, (0, missing)) for bounds in (own.query_begins, own.query_ends))
+        self._attention = AttentionBatch([*own.segments, *nobody], begins, ends, block_size)
+        padded = Padded(np.pad(self.slots, (0, missing), constant_values=-1), self._attention)
+        self.num_rows, self.slots = num_rows, slots
+        return padded
 
     def _bounds(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         positions = np.asarray(self.batch.positions, np.int32)

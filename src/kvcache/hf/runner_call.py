@@ -23,9 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from kvcache.caches import Cache, EncoderCache
+from kvcache.caches import Cache, CausalCache, EncoderCache
 from kvcache.errors import NotSupported
 from kvcache.hf import attention, compiled
+from kvcache.hf.graphs import CAPTURES, DecodeGraphs
 from kvcache.hf.layout import Layout
 from kvcache.hf.runner_dense import DenseCache
 from kvcache.hf.runner_host import CrossCache, PackedCache, PackedPair
@@ -88,6 +89,13 @@ class ModelCall:
                 self._no_states = torch.zeros((1, 1, model.config.d_model), dtype=self.dtype, device=self.device)
         if compile:
             self._compile(layout, members)
+        self._graphs: DecodeGraphs | None = None
+        causal = [member for member in members if isinstance(member, CausalCache)]
+        is_plain = self.is_packed and isinstance(self._host, PackedCache) and self._host.is_plain
+        devices = {weight.device for weight in model.parameters()}
+        is_one = len(devices) == 1 and self.device.type in CAPTURES
+        if is_one and is_plain and len(causal) == len(members) and not compile:
+            self._graphs = DecodeGraphs(causal, self.device, self._decode)
 
     def __call__(
         self,
@@ -102,6 +110,10 @@ class ModelCall:
     ) -> Tensor:
         """Logits [len(kept), vocabulary] of the rows `kept`. The cache has started its pass over `batch`."""
         T = len(tokens)
+        if self._graphs is not None and not is_fresh and T == len(sequences) == len(kept):
+            replayed = self._graphs.run(batch, tokens)
+            if replayed is not None:
+                return replayed
         positions = torch.tensor(batch.positions, device=self.device)
         step = Step(
             batch,
@@ -140,6 +152,15 @@ class ModelCall:
         output = self._forward(**arguments)
         self._host.write_back()
         return self._rows(output, kept, arguments)
+
+    def _decode(self, batch: Batch, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Logits of one token [T] for each row, from inputs that lie where a graph may read them again."""
+        assert isinstance(self._host, PackedCache)
+        self._host.begin(Step(batch, batch.sequences, positions, is_fresh=False))
+        arguments = {self._tokens: tokens[None], self._cache_argument: self._host, "use_cache": True}
+        if self._positions is not None:
+            arguments[self._positions] = positions[None]
+        return self._rows(self._forward(**arguments), range(len(tokens)), arguments)
 
     def _rows(self, output: Any, kept: Sequence[int], arguments: dict[str, Any]) -> Tensor:
         """Logits of the rows `kept` of what the model gave for `arguments`."""

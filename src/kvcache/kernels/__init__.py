@@ -23,9 +23,9 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +37,13 @@ __all__ = [
     "KERNELS",
     "AttentionBatch",
     "Kernel",
+    "Planner",
+    "Rooms",
     "Rotation",
     "Segment",
     "Writer",
     "choose",
+    "planner",
     "queries_per_head",
     "writer",
 ]
@@ -153,6 +156,33 @@ class Writer(ABC):
     @abstractmethod
     def shift(self, keys: Stored, slots: NDArray[np.int64], offsets: NDArray[np.int64], rotation: Rotation) -> None:
         """Turn the keys in the distinct `slots` [n] by `offsets` [n] positions, in place."""
+
+
+Rooms: TypeAlias = Mapping[Any, Any]
+"""Memory for the plans of a pass, as its `Planner` made it."""
+
+
+class Planner(ABC):
+    """A kernel whose plans can lie in memory of fixed size and address, which a CUDA graph reads at every replay."""
+
+    @abstractmethod
+    def rooms(self, batch: AttentionBatch, max_slots: int) -> Rooms:
+        """Memory for passes of as many sequences of one token as this one, of `max_slots` slots each.
+
+        For the shapes of all layers that have attended this batch by now. Empty when this kernel has read none.
+        """
+
+    @abstractmethod
+    def replan(self, batch: AttentionBatch, rooms: Rooms) -> None:
+        """Write the plans of a batch into the rooms, on the current stream: before a capture, and before each replay.
+
+        Raises `ValueError` when they do not fit.
+        """
+
+
+def planner() -> Planner | None:
+    """The kernel, among those that attention has loaded, that plans for CUDA graphs."""
+    return next((kernel for kernel in _loaded.values() if isinstance(kernel, Planner)), None)
 
 
 def writer(storage: Sequence[Stored], rows: Sequence[Array] = ()) -> Writer | None:

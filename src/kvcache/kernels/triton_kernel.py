@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache.formats import Stored
-from kvcache.kernels import AttentionBatch, Kernel, Rotation, Writer, queries_per_head
-from kvcache.kernels.triton_plan import ITEM, MERGE, Geometry, Plan, Room, Tiling, plan
+from kvcache.kernels import AttentionBatch, Kernel, Planner, Rooms, Rotation, Writer, queries_per_head
+from kvcache.kernels.triton_plan import ITEM, MERGE, Geometry, Plan, Room, Tiling, decode_sizes, plan
 from kvcache.spec import Array
 
 __all__ = ["TritonKernel", "geometry_of", "launch"]
@@ -51,27 +51,26 @@ _NARROW = {"f16": ("f16", "fp8_e4m3", "q8_0", "q4_0"), "bf16": ("bf16", "fp8_e4m
 
 
 @final
-class TritonKernel(Kernel, Writer):
+class TritonKernel(Kernel, Planner, Writer):
     """Attention in Triton over blocks in place; CUDA tensors of PyTorch, every format, queries f32, f16 or bf16.
 
-    In a CUDA graph, for a runner that captures its decode step once and replays it (`attend` alone is for passes that
-    are not captured); `kernel` is the object that `kernels.choose` gives:
+    In a CUDA graph, as `hf/graphs.py` captures decode steps (`attend` alone is for passes that are not captured):
 
-        sizes = decode_sizes(geometry_of(queries, keys, values), block_size, num_sequences=16, max_slots=8192)
-        room = Room(sizes, device)                            # one for each member of the cache
-        kernel.plan(batch, queries, keys, values, room)       # before the capture, and again before every replay
+        model(...)                                            # once outside: it compiles, and tells the layers' shapes
+        rooms = kernel.rooms(batch, max_slots=8192)           # for each member of the cache
+        kernel.replan(batch, rooms)                           # before the capture, and again before every replay
         with torch.cuda.graph(graph): model(...)              # its `attend` finds the plan and only launches
         graph.replay()
 
-    - `plan` writes the pass into the room: one copy from pinned memory, on the current stream, which must be the one
-      that replays. Between two plans into one room lies the replay of the first.
+    - `replan` writes the pass into the rooms: one copy each from pinned memory, on the current stream, which must be
+      the one that replays. Between two plans into one room lies the replay of the first.
     - The captured `attend` must be given the very batch that was planned last, and keep it alive; later passes have
       other batches and the same room, so the grids and pointers in the graph stay true. Members of a cache with spans
       of their own have batches, and rooms, of their own.
     - The number of rows is that of the captured queries. A pass with fewer sequences fills the others up with segments
       of no slots, one for each row left: those rows become zeros.
-    - Warm up first, with one call outside the capture: it compiles. Queries, the storage and `sinks` (f32) must be at
-      the addresses that they had, which is what a graph's static inputs are.
+    - Queries, the storage and `sinks` (f32) must be at the addresses that they had, which is what a graph's static
+      inputs are.
     - Intermediate results come from PyTorch's allocator, in a capture from the graph's own pool.
     """
 
@@ -110,26 +109,35 @@ class TritonKernel(Kernel, Writer):
         found = self._plans.get(batch, {}).get((queries.device, geometry))
         if found is None:
             if queries.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise ValueError("this batch was not planned; call TritonKernel.plan for it before capturing a graph")
-            found = self.plan(batch, queries, keys, values)
+                raise ValueError("this batch was not planned; call TritonKernel.replan for it before capturing a graph")
+            found = self.plan(batch, queries.device, geometry)
         _fit(found, queries, keys, values)
         shape = (*queries.shape[:2], values.head_dim)
         out = queries.new_empty(shape) if found.num_written == found.num_rows else queries.new_zeros(shape)
         launch(found, queries, keys, values, out, scale=scale, softcap=softcap, sinks=sinks)
         return out
 
-    def plan(
-        self, batch: AttentionBatch, queries: Tensor, keys: Stored, values: Stored, room: Room | None = None
-    ) -> Plan:
+    def plan(self, batch: AttentionBatch, device: torch.device, geometry: Geometry, room: Room | None = None) -> Plan:
         """The work of a batch on the device, which `attend` of that batch uses from now on; in `room` if given.
 
-        Of the arrays only shapes, formats and the device count. Cost: about 10 µs per segment and one copy; no wait.
-        Raises `ValueError` when the batch does not fit the room.
+        Cost: about 10 µs per segment and one copy; no wait. Raises `ValueError` when it does not fit the room.
         """
-        geometry = geometry_of(queries, keys, values)
-        made = plan(batch, geometry, queries.device, room)
-        self._plans.setdefault(batch, {})[queries.device, geometry] = made
+        made = plan(batch, geometry, device, room)
+        self._plans.setdefault(batch, {})[device, geometry] = made
         return made
+
+    def rooms(self, batch: AttentionBatch, max_slots: int) -> Rooms:
+        """See `Planner.rooms`; by device and geometry."""
+        count = len(batch.query_ends)
+        return {
+            (device, geometry): Room(decode_sizes(geometry, batch.block_size, count, max_slots, irregular=True), device)
+            for device, geometry in self._plans.get(batch, {})
+        }
+
+    def replan(self, batch: AttentionBatch, rooms: Rooms) -> None:
+        """See `Planner.replan`."""
+        for (device, geometry), room in rooms.items():
+            self.plan(batch, device, geometry, room)
 
     def writes(self, storage: Sequence[Stored], rows: Sequence[Array] = ()) -> bool:
         """See `Writer.writes`."""

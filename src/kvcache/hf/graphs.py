@@ -1,0 +1,157 @@
+"""Decode steps as CUDA graphs: a step that the host would launch operator by operator is captured once and replayed.
+
+    1st step of 3 sequences     rows padded to 4, run as it is (what must be compiled is), then captured
+    later steps of 3 or 4       tokens, positions, slots and plans are written where the graph reads them; replay
+
+A graph repeats its launches with their addresses and sizes, so everything that differs between steps lies in memory
+that stays: tokens, positions and slots in one tensor (one copy), plans in a `Planner`'s rooms (one copy for each member
+of the cache). Rows are padded to a power of two, and contexts too: a graph serves all steps up to both. Rows of nobody
+see nothing and are stored nowhere.
+
+A model that cannot be captured (it waits for the device, as routing of some experts does) runs as before, and the log
+says why. State of the evidence: captures and replays are tested on the CPU, where a tape of all operators and launches
+stands in for the graph and the kernels run in Triton's interpreter. No GPU was at hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from kvcache import kernels
+from kvcache.caches import CausalCache
+from kvcache.kernels import Planner, Rooms
+from kvcache.spec import Batch
+
+__all__ = ["CAPTURES", "Captured", "DecodeGraphs"]
+
+MIN_SLOTS = 1024
+"""Of a context that graphs are made for, at least; then powers of two."""
+
+_log = logging.getLogger("kvcache")
+
+
+class Captured(NamedTuple):
+    """A graph: `replay` fills `logits` again, from what its inputs hold by then."""
+
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+def _captured(call: Callable[[], Tensor], pool: Any) -> Captured:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        logits = call()
+    return Captured(logits, graph.replay)
+
+
+CAPTURES: dict[str, Callable[[Callable[[], Tensor], Any], Captured]] = {"cuda": _captured}
+"""By type of device: captures a call, whose memory comes from a pool that graphs share."""
+
+
+@final
+class _Step:
+    """One graph and what it reads: `num_rows` rows, of contexts of at most `max_slots` slots in each member."""
+
+    def __init__(self, num_rows: int, max_slots: int, num_members: int, device: torch.device) -> None:
+        self.max_slots = max_slots
+        self._inputs = torch.zeros((2 + num_members, num_rows), dtype=torch.int64, device=device)
+        self.tokens, self.positions = self._inputs[0], self._inputs[1]
+        self.slots = list(self._inputs[2:])
+        self.rooms: list[Rooms] = []
+        self.captured: Captured | None = None
+        self.kept: object = None  # what the graph was captured with: its plans go when their batches do
+
+    def fill(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[Any]) -> None:
+        """The inputs of the next replay, in one copy."""
+        host = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+        numbers = host.numpy()
+        numbers[0, : len(tokens)], numbers[1, : len(tokens)] = tokens, positions
+        for row, own in zip(numbers[2:], slots, strict=True):
+            row[:] = own
+        self._inputs.copy_(host, non_blocking=True)
+
+
+@final
+class DecodeGraphs:
+    """The graphs of a model over `members`. call: the model on tokens [T] and positions [T]; logits [T, vocabulary]."""
+
+    def __init__(
+        self, members: Sequence[CausalCache], device: torch.device, call: Callable[[Batch, Tensor, Tensor], Tensor]
+    ) -> None:
+        self._members = members
+        self._device = device
+        self._call = call
+        self._steps: dict[tuple[int, int], _Step] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._refusal: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def run(self, batch: Batch, tokens: Sequence[int]) -> Tensor | None:
+        """Logits [T, vocabulary] of one token for each of T sequences, on which the members have started their pass.
+
+        `None`, and nothing has changed, when the model cannot be captured or another kernel reads the cache.
+        """
+        if self._refusal is not None or not all(map(_is_planned, self._members)):
+            return None
+        step = self._step(batch)
+        num_rows = len(step.tokens)
+        padded = [member.pad_forward(num_rows, slots) for member, slots in zip(self._members, step.slots, strict=True)]
+        step.fill(tokens, batch.positions, [each.slots for each in padded])
+        if step.captured is None:
+            logits = self._call(batch, step.tokens, step.positions)
+            self._capture(step, batch, [each.attention for each in padded])
+            return logits[: len(tokens)]
+        _replan(step, [each.attention for each in padded])
+        step.captured.replay()
+        return step.captured.logits[: len(tokens)].clone()  # the next replay writes there
+
+    def _step(self, batch: Batch) -> _Step:
+        longest = max(
+            member.tables.sequences[sequence].num_slots for member in self._members for sequence in batch.sequences
+        )
+        num_rows, max_slots = 1 << (len(batch) - 1).bit_length(), max(MIN_SLOTS, 1 << (longest - 1).bit_length())
+        found = self._steps.get((num_rows, max_slots))
+        return found or _Step(num_rows, max_slots, len(self._members), self._device)
+
+    def _capture(self, step: _Step, batch: Batch, passes: Sequence[kernels.AttentionBatch]) -> None:
+        """Capture the step that has just run, or say why not and leave it at that."""
+        step.rooms = [_planner().rooms(each, step.max_slots) for each in passes]
+        _replan(step, passes)
+        capture = CAPTURES[self._device.type]
+        try:
+            step.captured = capture(lambda: self._call(batch, step.tokens, step.positions), self._pool)
+        except RuntimeError as error:
+            self._refusal = str(error).splitlines()[0]
+            _log.info("decode steps are not captured in CUDA graphs: %s", self._refusal)
+            return
+        step.kept = (batch, passes)
+        self._steps[len(step.tokens), step.max_slots] = step
+
+
+def _is_planned(member: CausalCache) -> bool:
+    """Whether a kernel that plans for graphs has read the member, and writes it."""
+    planner, layers = kernels.planner(), list(member.storage.layers)
+    if planner is None or not layers:
+        return False
+    stored = member.storage.layer(layers[0])
+    writer: object = kernels.writer((stored.keys, stored.values))
+    return writer is planner
+
+
+def _planner() -> Planner:
+    found = kernels.planner()
+    assert found is not None  # `_is_planned`
+    return found
+
+
+def _replan(step: _Step, passes: Sequence[kernels.AttentionBatch]) -> None:
+    planner = _planner()
+    for attention, rooms in zip(passes, step.rooms, strict=True):
+        planner.replan(attention, rooms)

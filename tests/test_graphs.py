@@ -1,0 +1,186 @@
+"""Decode steps captured and replayed. Without a GPU, a tape of operators and launches does what a CUDA graph does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+pytestmark = pytest.mark.skipif(
+    not (IS_INTERPRETED or torch.cuda.is_available()), reason="there is no GPU, and Triton's interpreter is off"
+)
+
+from families import FAMILIES  # noqa: E402  after the skips
+from kvcache import Engine, Request, SamplingParams  # noqa: E402
+from kvcache.hf import graphs  # noqa: E402
+from kvcache.hf.graphs import Captured, DecodeGraphs  # noqa: E402
+from kvcache.hf.runner import Runner, Work  # noqa: E402
+from kvcache.kernels import triton_kernel  # noqa: E402
+
+FORBIDDEN = ("aten.item", "aten._local_scalar_dense", "aten.nonzero", "aten.lift_fresh", "aten.is_nonzero")
+"""They wait for the device, or copy from memory of the host: CUDA refuses to capture them."""
+
+
+class Tape(TorchDispatchMode):
+    """What a CUDA graph keeps: operators and launches with their tensors, no Python. `library`: launches go here."""
+
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        self.library = _Launches(library, self)
+        self.calls: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith(FORBIDDEN):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}\nand more")
+        out = func(*args, **(kwargs or {}))
+
+        def again() -> None:
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **(kwargs or {}))), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        self.calls.append(again)
+        return out
+
+    def replay(self) -> None:
+        with torch.inference_mode():
+            for call in self.calls:
+                call()
+
+
+class _Launches:
+    """The device code, whose launches are kept and not made, as while a graph is captured."""
+
+    def __init__(self, library: Any, tape: Tape) -> None:
+        self._library = library
+        self._tape = tape
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
+        if not name.endswith(("_items", "_rows")):
+            return function
+        tape = self._tape
+
+        class Launcher:
+            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+                return lambda *given, **options: tape.calls.append(lambda: function[grid](*given, **options))
+
+        return Launcher()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
+    """The graphs that are made: CUDA's where there is a GPU, else tapes on the CPU, in Triton's interpreter."""
+    made: list[Captured] = []
+    real = graphs.CAPTURES["cuda"]
+
+    def capture(call: Callable[[], Tensor], pool: Any) -> Captured:
+        if not IS_INTERPRETED:
+            made.append(real(call, pool))
+            return made[-1]
+        tape = Tape(triton_kernel._device_code())
+        with monkeypatch.context() as patch, tape:
+            patch.setattr(triton_kernel, "_device_code", lambda: tape.library)
+            logits = call()
+        logits.fill_(float("nan"))  # nothing has been computed by a capture
+        made.append(Captured(logits, tape.replay))
+        return made[-1]
+
+    monkeypatch.setenv("KVCACHE_KERNEL", "triton")
+    monkeypatch.setitem(graphs.CAPTURES, DEVICE, capture)
+    monkeypatch.setattr(graphs, "MIN_SLOTS", 16)
+    return made
+
+
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts rows of the steps that go through graphs from now on."""
+    counted: list[int] = []
+    own = DecodeGraphs.run
+
+    def run(self: DecodeGraphs, batch: Any, tokens: Any) -> Tensor:
+        counted.append(len(tokens))
+        return own(self, batch, tokens)
+
+    monkeypatch.setattr(DecodeGraphs, "run", run)
+    return counted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2", "qwen3"])
+def test_an_engines_tokens_are_those_without_graphs(
+    family: str, made: list[Captured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests join and leave, contexts outgrow their graph, spans forget, a prefix is shared."""
+    model = FAMILIES[family].build().to(DEVICE)
+    prompts = [[*range(1, 13)], [5, 6, 7], [*range(1, 10), 40], [8]]
+
+    def tokens() -> list[Any]:
+        with Engine(model, kv_bytes="1MiB", dtype="f32", kv_dtype="f32", max_batch_tokens=16, block_size=4) as engine:
+            found: dict[str, list[int]] = {}
+            for i, prompt in enumerate(prompts):
+                engine.add(Request(f"{i}", prompt, SamplingParams(max_tokens=4 + 2 * i, ignore_eos=True)))
+                for event in engine.step():
+                    found.setdefault(event.request_id, []).append(getattr(event, "token_id", -1))
+            while any(found.get(f"{i}", [0])[-1] != -1 for i in range(len(prompts))):
+                for event in engine.step():
+                    found.setdefault(event.request_id, []).append(getattr(event, "token_id", -1))
+            engine.check()
+            return sorted(found.items())
+
+    counted = replays(monkeypatch)
+    captured = tokens()
+    assert len(made) > 1 and len(counted) > 2 * len(made)
+    monkeypatch.setattr("kvcache.hf.runner_call.CAPTURES", {})
+    assert captured == tokens()
+    assert all(len(found) == 5 + 2 * int(name) for name, found in captured)
+
+
+def test_one_graph_serves_steps_of_fewer_sequences_and_longer_contexts(made: list[Captured]) -> None:
+    model = FAMILIES["llama"].build().to(DEVICE)
+    with Runner(model, capacity=256, max_sequences=4, dtype="f32") as runner, torch.inference_mode():
+        runner.forward([Work(i, 0, [3 + i, 7, 9]) for i in range(4)])
+        for position, count in ((3, 4), (4, 3), (5, 4), (20, 1)):
+            works = [Work(i, position, [11 + i]) for i in range(count)]
+            kept = runner.forward(works).clone()
+            for i in range(count):
+                runner.cache.remove(i, position)
+            runner._model._graphs, own = None, runner._model._graphs
+            torch.testing.assert_close(kept, runner.forward(works), rtol=1e-5, atol=1e-5)
+            runner._model._graphs = own
+        assert own is not None and len(own) == len(made) == 2  # 4 rows of 16 slots; 1 row of 32
+
+
+def test_a_model_that_waits_for_the_device_runs_as_before(
+    made: list[Captured], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvcache")
+    model = FAMILIES["llama"].build().to(DEVICE)
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda x: own(x) * float(x.sum().item() * 0 + 1)
+    with Runner(model, capacity=64, dtype="f32") as runner:
+        runner.forward([Work(0, 0, [3, 1])])
+        first = runner.forward([Work(0, 2, [4])])
+        runner.cache.remove(0, 2)
+        again = runner.forward([Work(0, 2, [4])])
+    assert torch.equal(first, again) and not made
+    assert "decode steps are not captured in CUDA graphs: " in caplog.text
+    assert "and more" not in caplog.text  # one line is enough
+
+
+def test_other_kernels_are_left_alone(made: list[Captured], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_KERNEL", "reference")
+    with Runner(FAMILIES["llama"].build().to(DEVICE), capacity=64, dtype="f32") as runner:
+        runner.forward([Work(0, 0, [3, 1])])
+        runner.forward([Work(0, 2, [4])])
+        runner.forward([Work(0, 3, [4])])
+        assert runner._model._graphs is not None and not len(runner._model._graphs)
+    assert not made
