@@ -330,9 +330,8 @@ def _anatomy(engine: Engine, prompts: _Prompts) -> Table:
     )
     rows: list[tuple[Cell, ...]] = []
     for count in BATCHES:
-        step, model, choice = _steps(engine, prompts, count)
+        step, model, choice, rest = _steps(engine, prompts, count)
         weights = num_bytes / bandwidth
-        rest = (step - model - choice) / step
         rows.append((count, step * 1e3, model * 1e3, choice * 1e3, rest, weights * 1e3, weights / step))
     plain, packed = _products(prompts.plain)
     return Table(
@@ -354,9 +353,9 @@ def _anatomy(engine: Engine, prompts: _Prompts) -> Table:
     )
 
 
-def _steps(engine: Engine, prompts: _Prompts, count: int) -> tuple[float, float, float]:
-    """Median seconds of a decode step of `count` sequences, of its model, and of choosing tokens."""
-    steps, models, choices = [], [], []
+def _steps(engine: Engine, prompts: _Prompts, count: int) -> tuple[float, float, float, float]:
+    """Medians of a decode step of `count` sequences: its seconds, its model's, choosing tokens', what share is left."""
+    steps, models, choices, rests = [], [], [], []
     params = SamplingParams(max_tokens=ANATOMY_STEPS + 64, ignore_eos=True)
     waiting = {engine.add(Request(f"anatomy-{i}", prompts.tokens(64), params)) for i in range(count)}
     names = sorted(waiting)
@@ -368,10 +367,11 @@ def _steps(engine: Engine, prompts: _Prompts, count: int) -> tuple[float, float,
         steps.append(time.perf_counter() - began)
         models.append(engine.counts.model_seconds - before.model_seconds)
         choices.append(engine.counts.choice_seconds - before.choice_seconds)
+        rests.append((steps[-1] - models[-1] - choices[-1]) / steps[-1])
     for name in names:
         engine.abort(name)
     engine.step()
-    return median(steps), median(models), median(choices)
+    return median(steps), median(models), median(choices), median(rests)
 
 
 def _products(model: Any) -> tuple[float, float]:
