@@ -29,7 +29,7 @@ def run(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most, each turn.")] = 128,
     kv_dtype: Annotated[Dtype | None, typer.Option(help="Format of keys and values [default: the model's]")] = None,
-    capacity: Annotated[int, typer.Option(min=1, help="Tokens that a conversation may hold.")] = 8192,
+    capacity: Annotated[int, typer.Option(min=16, help="Tokens that a conversation may hold.")] = 8192,
     kernel: Annotated[str | None, typer.Option(help="Attention kernel [default: the fastest present]")] = None,
 ) -> None:
     """Complete prompts, or talk to a model in the terminal."""
