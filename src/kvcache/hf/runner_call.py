@@ -41,6 +41,8 @@ __all__ = ["ModelCall"]
 class ModelCall:
     """A model, called with our cache. `is_packed`: ragged rows share one call; else a call is `[B,1]` or `[1,n]`.
 
+    On a GPU, decode steps of models with one call for all rows are CUDA graphs (`graphs.py`).
+
     compile: run the decoder through torch.compile; raises `NotSupported` for models that cannot be (`compiled.py`).
     """
 
