@@ -10,6 +10,8 @@ from kvcache.home import cache_home
 
 
 def test_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
+    assert cache_home() == tmp_path
     monkeypatch.setenv("KVCACHE_HOME", "~/kv")
     assert cache_home() == Path.home() / "kv"
     monkeypatch.delenv("KVCACHE_HOME")

@@ -312,6 +312,9 @@ def test_load_with_clients_that_are_killed(expected: list[str]) -> None:
             eventually(lambda: serving.is_idle(watcher))
             resident.append(resident_bytes(process.pid))
         assert watcher.get("/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        rest, complaints = process.communicate()
+    assert (process.returncode, rest, complaints) == (0, "stopped\n", "")
     assert sum(answered) > 0 < sum(killed)
     assert all(a + k > 0 for a, k in zip(answered, killed, strict=True))
     grown = resident[1] - resident[0]

@@ -98,7 +98,8 @@ class DecodeGraphs:
 
         `None`, and nothing has changed, when the model cannot be captured or another kernel reads the cache.
         """
-        if self._refusal is not None or not all(map(_is_planned, self._members)):
+        planner = self._planner()
+        if planner is None:
             return None
         step = self._step(batch)
         num_rows = len(step.tokens)
@@ -106,11 +107,25 @@ class DecodeGraphs:
         step.fill(tokens, batch.positions, [each.slots for each in padded])
         if step.captured is None:
             logits = self._call(batch, step.tokens, step.positions)
-            self._capture(step, batch, [each.attention for each in padded])
+            self._capture(planner, step, batch, [each.attention for each in padded])
             return logits[: len(tokens)]
-        _replan(step, [each.attention for each in padded])
+        _replan(planner, step, [each.attention for each in padded])
         step.captured.replay()
         return step.captured.logits[: len(tokens)].clone()  # the next replay writes there
+
+    def _planner(self) -> Planner | None:
+        """The kernel that reads and writes all members, if it plans for graphs and the model can be captured."""
+        if self._refusal is not None:
+            return None
+        found: set[object] = set()
+        for member in self._members:
+            layer = next(iter(member.storage.layers), None)
+            if layer is None:
+                return None  # nothing was ever put
+            stored = member.storage.layer(layer)
+            found.add(kernels.writer((stored.keys, stored.values)))
+        planner = found.pop() if len(found) == 1 else None
+        return planner if isinstance(planner, Planner) else None
 
     def _step(self, batch: Batch) -> _Step:
         longest = max(
@@ -120,10 +135,10 @@ class DecodeGraphs:
         found = self._steps.get((num_rows, max_slots))
         return found or _Step(num_rows, max_slots, len(self._members), self._device)
 
-    def _capture(self, step: _Step, batch: Batch, passes: Sequence[kernels.AttentionBatch]) -> None:
+    def _capture(self, planner: Planner, step: _Step, batch: Batch, passes: Sequence[kernels.AttentionBatch]) -> None:
         """Capture the step that has just run, or say why not and leave it at that."""
-        step.rooms = [_planner().rooms(each, step.max_slots) for each in passes]
-        _replan(step, passes)
+        step.rooms = [planner.rooms(each, step.max_slots) for each in passes]
+        _replan(planner, step, passes)
         capture = CAPTURES[self._device.type]
         try:
             step.captured = capture(lambda: self._call(batch, step.tokens, step.positions), self._pool)
@@ -135,23 +150,6 @@ class DecodeGraphs:
         self._steps[len(step.tokens), step.max_slots] = step
 
 
-def _is_planned(member: CausalCache) -> bool:
-    """Whether a kernel that plans for graphs has read the member, and writes it."""
-    planner, layers = kernels.planner(), list(member.storage.layers)
-    if planner is None or not layers:
-        return False
-    stored = member.storage.layer(layers[0])
-    writer: object = kernels.writer((stored.keys, stored.values))
-    return writer is planner
-
-
-def _planner() -> Planner:
-    found = kernels.planner()
-    assert found is not None  # `_is_planned`
-    return found
-
-
-def _replan(step: _Step, passes: Sequence[kernels.AttentionBatch]) -> None:
-    planner = _planner()
+def _replan(planner: Planner, step: _Step, passes: Sequence[kernels.AttentionBatch]) -> None:
     for attention, rooms in zip(passes, step.rooms, strict=True):
         planner.replan(attention, rooms)

@@ -1,7 +1,7 @@
 """Root-mean-square norms of bf16 models on the CPU, in one operator instead of eight.
 
-A model has several in each layer, and written in PyTorch each reads and writes its rows eight times: together that is
-a fifth of a prefill and a twentieth of a decode step (docs/performance.md). Nobody tells what a norm computes but the
+A model has several in each layer, and written in PyTorch each reads and writes its rows eight times: what that
+costs is in docs/performance.md. Nobody tells what a norm computes but the
 norm itself, so each is asked: it must give what one of these formulas gives, for rows of many sizes, or is left alone.
 
     Llama and most others    weight * round(x / rms)

@@ -89,7 +89,8 @@ class Runner:
         given (`capacity` is required then, dtype "auto" is the model's); it is closed with the runner.
     layout: what the model keeps; measured by `layout_of` when not given.
     compile: run the model through torch.compile, as `compiled.py` says; the first forwards take a minute.
-    packs_weights: keep copies of a bf16 model's weights that the CPU reads faster, as `weights.py` says.
+    packs_weights: let a bf16 model on the CPU run faster: copies of its weights that are read faster, as `weights.py`
+        says, and norms in one operator, as `norms.py` does. It takes as long as copying the weights.
 
     Raises `NotSupported` for models that it cannot run, with the reason. `model_seconds`: what calls of the model took.
     """
@@ -126,7 +127,7 @@ class Runner:
         self.model_seconds = 0.0
         self._model = ModelCall(model, layout, self.members, compile=compile)
         self._weights = PackedLinears(model) if packs_weights else None
-        self._norms = FusedNorms(model)
+        self._norms = FusedNorms(model) if packs_weights else None
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -176,7 +177,8 @@ class Runner:
         self._model.close()
         if self._weights is not None:
             self._weights.close()
-        self._norms.close()
+        if self._norms is not None:
+            self._norms.close()
         if self._owns_cache:
             self.cache.close()
 

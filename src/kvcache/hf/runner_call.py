@@ -89,11 +89,11 @@ class ModelCall:
             if encoder is not None and self._is_pair:
                 self._pair = PackedPair(self._host, CrossCache(encoder, len(layout.layers), self.dtype))
                 self._no_states = torch.zeros((1, 1, model.config.d_model), dtype=self.dtype, device=self.device)
+        is_plain = self.is_packed and isinstance(self._host, PackedCache) and self._host.is_plain
         if compile:
-            self._compile(layout, members)
+            self._compile(layout, members, is_plain=is_plain)
         self._graphs: DecodeGraphs | None = None
         causal = [member for member in members if isinstance(member, CausalCache)]
-        is_plain = self.is_packed and isinstance(self._host, PackedCache) and self._host.is_plain
         devices = {weight.device for weight in model.parameters()}
         is_one = len(devices) == 1 and self.device.type in CAPTURES
         if is_one and is_plain and len(causal) == len(members) and not compile:
@@ -194,8 +194,7 @@ class ModelCall:
         if self._latents is not None:
             self._latents.close()
 
-    def _compile(self, layout: Layout, members: Sequence[Cache]) -> None:
-        is_plain = self.is_packed and isinstance(self._host, PackedCache) and self._host.is_plain
+    def _compile(self, layout: Layout, members: Sequence[Cache], *, is_plain: bool) -> None:
         refused = compiled.refusal_of(layout, is_plain=is_plain)
         if refused is not None:
             self.close()

@@ -43,7 +43,6 @@ __all__ = [
     "Segment",
     "Writer",
     "choose",
-    "planner",
     "queries_per_head",
     "writer",
 ]
@@ -178,11 +177,6 @@ class Planner(ABC):
 
         Raises `ValueError` when they do not fit.
         """
-
-
-def planner() -> Planner | None:
-    """The kernel, among those that attention has loaded, that plans for CUDA graphs."""
-    return next((kernel for kernel in _loaded.values() if isinstance(kernel, Planner)), None)
 
 
 def writer(storage: Sequence[Stored], rows: Sequence[Array] = ()) -> Writer | None:
