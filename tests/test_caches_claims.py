@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvcache.backends
-from arrays import BACKENDS, to_backend, to_numpy
+from arrays import BACKENDS, add_offsets, to_backend, to_numpy
 from kvcache import Batch, CacheConfig, CausalCache, Chunked, Full, Sliding
 from kvcache.errors import CacheFull, NotSupported
 
@@ -488,3 +488,79 @@ def test_only_shifted_slots_are_encoded_anew(dtype: str) -> None:
     np.testing.assert_array_equal(keys_of(1), before)
     np.testing.assert_array_equal(keys_of(0)[:2], before[:2])
     assert not np.array_equal(keys_of(0)[2:], before[5:]) and np.allclose(keys_of(0)[2:], before[5:], atol=0.3)
+
+
+# --- pins, large numbers, empty tables --------------------------------------------------------------------------------
+
+
+def test_a_pinned_block_makes_no_room() -> None:
+    cache = made(Sliding(4), block_size=2, capacity=64, max_batch=4)
+    forward(cache, range(4))
+    pool = cache.tables.pool
+    for index in range(2):
+        assert cache.publish(0, index, bytes([index]))
+        assert pool.pin(bytes([index]))
+    refusals = 0
+    for begin in range(4, 24, 4):
+        try:
+            forward(cache, range(begin, begin + 4))
+        except CacheFull:
+            refusals += 1
+        cache.check()
+    assert refusals
+    for index in range(2):
+        pool.unpin(bytes([index]))
+    end = cache.sequence(0).seq_len
+    forward(cache, range(end, end + 4))
+    cache.check()
+
+
+def test_a_removal_that_pinned_blocks_leave_no_room_for() -> None:
+    cache = CausalCache(Full(), shift=add_offsets, block_size=2)
+    cache.init("numpy", "f32", capacity=2, max_batch=2)
+    forward(cache, [0, 1])
+    forward(cache, [2, 3])
+    for index in range(2):
+        assert cache.publish(0, index, bytes([index]))
+        assert cache.tables.pool.pin(bytes([index]))
+    free = cache.usage().num_free_blocks
+    if free:
+        forward(cache, range(4, 4 + 2 * free), sequences=1)
+    refused(cache, lambda: cache.remove(0, 0, 2), CacheFull)
+
+
+def test_positions_are_bounded() -> None:
+    cache = made(Sliding(2**40), capacity=8)
+    forward(cache, [0, 1])
+    refused(cache, lambda: forward(cache, [2, 2**31]))
+    refused(cache, lambda: forward(cache, [2**31 - 1]))
+    keys, _, mask = forward(cache, [2**31 - 2])
+    assert len(keys) == 3
+    assert (mask == 0).all()
+
+
+def test_nothing_stored_is_not_contiguous() -> None:
+    cache = made(Sliding(2))
+    for begin in (0, 5):
+        forward(cache, range(begin, begin + 5))
+    cache.copy_prefix(0, 1, 3)
+    assert cache.sequence(1).seq_len == 3
+    assert cache.sequence(1).contiguous_kv(0, 2) is None
+
+
+def test_the_whole_sequence_can_always_be_removed() -> None:
+    cache = made()
+    view = cache.sequence(0)
+    view.append(0, numbers(2, H, D), numbers(2, H, DV))
+    refused(cache, lambda: cache.remove(0, 1))
+    cache.remove(0, 0)
+    assert cache.usage().sequences == {}
+    cache.check()
+
+
+def test_a_mask_type_that_the_backend_lacks() -> None:
+    cache = CausalCache()
+    cache.set_config(CacheConfig(mask_dtype="bf16"))
+    with pytest.raises(ValueError, match="mask_dtype"):
+        cache.init("numpy", "f32", capacity=4)
+    cache.init("torch", "f32", capacity=4)

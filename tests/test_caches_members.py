@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 from arrays import BACKENDS, add_offsets, attention, keys_of, open_columns, recognise, to_backend, to_numpy, values_of
-from kvcache import Batch, CausalCache, Chunked, EncoderCache, Full, HybridCache, Media, RecurrentCache, Sliding
+from kvcache import (
+    Batch,
+    CacheConfig,
+    CausalCache,
+    Chunked,
+    EncoderCache,
+    Full,
+    HybridCache,
+    Media,
+    RecurrentCache,
+    Sliding,
+)
 from kvcache.errors import CacheFull, NotSupported
 
 SIZES = {"max_sequences": 2, "capacity": 16, "max_batch": 8}
@@ -219,8 +230,71 @@ def test_hybrid_of_attention_and_states() -> None:
     assert [p for p in range(8) if cache.can_resume(0, p)] == [0, 4, 6]
     refused([cache, attention_member, states], lambda: cache.remove(0, 3), NotSupported)
     refused([cache, attention_member, states], lambda: cache.remove(0, 1, 2), NotSupported)
-    cache.remove(0, 4)
+    refused([cache, attention_member, states], lambda: cache.sequence(0).append(0, *image(0, 1)), NotSupported)
+    cache.remove(0, 5, 6)  # to the end, said in numbers
     assert attention_member.sequence(0).seq_len == states.sequence(0).seq_len == 4
+
+
+def test_only_states_take_the_others_back() -> None:
+    cache = HybridCache(CausalCache(Chunked(4)), CausalCache(), layer_types=[0, 1])
+    cache.init("numpy", "f32", **SIZES)
+    for position in range(10):
+        cache.start_forward(Batch([position], [0]))
+        for layer in range(2):
+            cache.set_layer(layer)
+            cache.put(keys_of(layer, [position], [0]), values_of(layer, [position]))
+    refused(cache.members, lambda: cache.remove(0, 6), NotSupported)
+    refused(cache.members, lambda: cache.sequence(0).truncate(6), NotSupported)
+    cache.remove(0, 8)
+    assert cache.sequence(0).seq_len == 8
+
+
+def test_tokens_appended_beside_media() -> None:
+    cache = HybridCache(CausalCache(), EncoderCache(), layer_types=[0, 1])
+    cache.init("numpy", "f32", **SIZES)
+    cache.start_forward(Batch([0, 1], [0, 0], media=[Media(1, "cat")]))
+    for layer in range(2):
+        cache.set_layer(layer)
+        cache.put(*image(0, 2))
+    cache.sequence(0).append(0, *image(2, 3))
+    cache.sequence(0).commit(2)
+    assert [member.sequence(0).seq_len for member in cache.members] == [4, 4]
+    assert cache.usage().sequences[0].num_tokens == cache.usage().num_tokens == 4
+    cache.start_forward(Batch([4], [0]))
+    cache.check()
+
+
+def test_a_configuration_for_all_members_or_for_none() -> None:
+    first, second = EncoderCache(), CausalCache()
+    second.set_config(CacheConfig(padding=2))
+    cache = HybridCache(first, second)
+    with pytest.raises(ValueError, match="twice"):
+        cache.set_config(CacheConfig(padding=8))
+    first.set_config(CacheConfig(padding=4))  # nothing was kept
+
+
+@pytest.mark.parametrize("make", [CausalCache, EncoderCache, RecurrentCache, lambda: HybridCache(CausalCache())])
+def test_nothing_works_on_a_closed_cache(make: Callable[[], Any]) -> None:
+    cache = make()
+    cache.init("numpy", "f32", **SIZES)
+    cache.close()
+    calls: list[Callable[[], object]] = [
+        lambda: cache.set_layer(0),
+        lambda: cache.resume_point(0, 0),
+        lambda: cache.can_resume(0, 0),
+        lambda: cache.remove(0, 0),
+        lambda: cache.copy_prefix(0, 1, 1),
+        lambda: cache.sequence(0),
+        cache.usage,
+        cache.check,
+        cache.get,
+    ]
+    if isinstance(cache, HybridCache):
+        calls += [lambda: cache.set_layer_type(0), cache.underlying_cache]
+    for call in calls:
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    cache.close()
 
 
 # --- encoder ----------------------------------------------------------------------------------------------------------
@@ -363,6 +437,40 @@ def test_cross_attention(rng: np.random.Generator) -> None:
     queries = rng.standard_normal((3, 4, 4)).astype(np.float32)
     expected = attention(queries, [image(10, 2), image(0, 4), image(10, 2)], 0.5)
     np.testing.assert_allclose(cache.attend(queries, scale=0.5), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_media_in_the_configured_layout(num_sequences: int) -> None:
+    cache = EncoderCache()
+    cache.set_config(CacheConfig(permuted_values=True, padding=8))
+    cache.init("numpy", "f32", **SIZES)
+    cache.set_layer(0)
+    for sequence in range(num_sequences):
+        show(cache, 0, sequence, "cat", 3 * sequence, 3)
+    cache.start_forward(Batch([1] * num_sequences, list(range(num_sequences))))
+    keys, values, mask = cache.get()
+    count = 3 if num_sequences == 1 else 8  # without a mask nothing is padded
+    assert keys.shape[0] == values.shape[2] == count
+    if mask is not None:
+        assert mask.shape == (2, 8)
+        assert [np.flatnonzero(row == 0).tolist() for row in mask] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_queries_of_another_batch(num_queries: int) -> None:
+    cache = encoder()
+    show(cache, 0, 0, "cat", 0, 3)
+    cache.start_forward(Batch([1, 2], [0, 0]))
+    with pytest.raises(ValueError, match="queries are"):
+        cache.attend(np.ones((num_queries, 2, 4), np.float32))
+
+
+def test_media_whose_keys_and_values_do_not_match() -> None:
+    cache = encoder()
+    cache.start_forward(Batch([0], [0], media=[Media(0, "cat")]))
+    cache.put(image(0, 5)[0], image(0, 3)[1])
+    with pytest.raises(ValueError, match="as many rows"):
+        cache.attend(np.ones((1, 2, 4), np.float32))
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ Array: TypeAlias = Any
 
 MASK_DTYPES = ("f32", "f16", "bf16")
 
+MAX_POSITION = 2**31 - 2
+"""Tables and kernels keep positions, and the one after the last, in 32 bits."""
+
 
 def integer(value: object, what: str, minimum: int = 0) -> int:
     """`value` as an `int` of at least `minimum`; NumPy integers pass, floats, bools and text do not."""
@@ -71,7 +74,8 @@ class Media:
 class Batch:
     """The tokens of one forward pass: row i is the token of `sequences[i]` at `positions[i]`.
 
-    Raises `ValueError` for an empty batch, unequal lengths, a negative position, or media outside the batch.
+    Raises `ValueError` for an empty batch, unequal lengths, a position below 0 or above `MAX_POSITION`, or media
+    outside the batch.
     """
 
     positions: Sequence[int]
@@ -89,6 +93,8 @@ class Batch:
             )
         if not self.positions:
             raise ValueError("Batch is empty; expected at least one token")
+        if max(self.positions) > MAX_POSITION:
+            raise ValueError(f"Batch.positions reach {max(self.positions)}; expected at most {MAX_POSITION}")
         for media in self.media:
             if media.index >= len(self.positions):
                 raise ValueError(

@@ -95,6 +95,13 @@ class Backend(ABC):
     def concatenate(self, arrays: Sequence[Array], axis: int) -> Array:
         """Arrays joined along `axis`."""
 
+    def pad_rows(self, rows: Array, count: int, layer: int) -> Array:
+        """Rows [n,...] followed by `count` rows of zeros: finite, so that a masked column cannot spoil a sum."""
+        if not count:
+            return rows
+        zeros = self.cast(self.zeros((count, *rows.shape[1:]), "f32", layer), self.dtype(rows))
+        return self.concatenate((rows, zeros), 0)
+
     @abstractmethod
     def num_bytes(self, array: Array) -> int:
         """Bytes of the array's elements."""

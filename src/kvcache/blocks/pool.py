@@ -80,6 +80,10 @@ class BlockPool:
         """How many tables name this block; 0 when it is free or cached."""
         return self._references[block]
 
+    def is_freed(self, block: int, released: int = 1) -> bool:
+        """Whether `released` references less make a held block one that can be had."""
+        return self._references[block] == released and block not in self._pinned
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks, now held once each, without keys. The caller has made sure that there are as many."""
         free = self._free

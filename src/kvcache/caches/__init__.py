@@ -119,6 +119,10 @@ class Cache(ABC):
     # --- for hybrids: two steps, so that all members change or none ---------------------------------------------------
 
     @abstractmethod
+    def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
+        """Everything of `set_config` that can fail, changing nothing; the answer does the rest."""
+
+    @abstractmethod
     def prepare_init(
         self,
         backend: str | Backend,
@@ -152,6 +156,10 @@ class Cache(ABC):
     @abstractmethod
     def resume_point(self, sequence: int, position: int) -> int:
         """The highest position, `position` at most, for which `can_resume` holds (0 always does)."""
+
+    @abstractmethod
+    def stopping_point(self, sequence: int, position: int) -> int:
+        """Where a `remove` from `position` to the end stops: there, or at a checkpoint below it; 0: there is none."""
 
 
 from kvcache.caches.causal import CausalCache  # noqa: E402  the implementations need the contract above

@@ -33,10 +33,7 @@ from kvcache.views import SequenceView
 __all__ = ["CausalCache", "Shift"]
 
 Shift: TypeAlias = Callable[[int, Array, Array], Array]
-"""`shift(layer, keys [n,H,D], offsets [n]) -> keys`: rotate each key by its offset in positions (negative.
-
-Towards 0).
-"""
+"""`shift(layer, keys [n,H,D], offsets [n]) -> keys`: rotate each key by its offset in positions (negative: to 0)."""
 
 
 @final
@@ -65,6 +62,7 @@ class CausalCache(Cache):
     # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
+        self._lifecycle.limits  # noqa: B018  raises when closed
         self._layer = integer(layer, "layer")
 
     def set_causal(self, except_: Iterable[int] = ()) -> None:
@@ -85,14 +83,12 @@ class CausalCache(Cache):
             return self._worst_case(forward, layer, config)
         stored = self._storage.layer(layer)
         columns = forward.columns()
-        keys = self._storage.read(stored.keys, columns.slots)
-        values = self._storage.read(stored.values, columns.slots)
-        visible = columns.visible
-        if missing := -visible.shape[1] % config.padding:
-            keys, values = self._padded(keys, missing, layer), self._padded(values, missing, layer)
-            visible = np.pad(visible, ((0, 0), (0, missing)))
+        backend, missing = self._storage.backend, -columns.visible.shape[1] % config.padding
+        keys = backend.pad_rows(self._storage.read(stored.keys, columns.slots), missing, layer)
+        values = backend.pad_rows(self._storage.read(stored.values, columns.slots), missing, layer)
+        visible = np.pad(columns.visible, ((0, 0), (0, missing))) if missing else columns.visible
         if config.permuted_values:
-            values = self._storage.backend.permute(values, (1, 2, 0))
+            values = backend.permute(values, (1, 2, 0))
         return History(keys, values, self._mask(forward, visible, layer, config))
 
     def attend(
@@ -127,7 +123,10 @@ class CausalCache(Cache):
         )
 
     def set_config(self, config: CacheConfig) -> None:
-        self._lifecycle.configure(config)
+        self.prepare_config(config)()
+
+    def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
+        return self._lifecycle.prepare_config(config)
 
     # --- for whoever manages the cache --------------------------------------------------------------------------------
 
@@ -154,8 +153,8 @@ class CausalCache(Cache):
         *,
         num_blocks: int | None = None,
     ) -> Callable[[], None]:
-        limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
         arrays = backends.create(backend)
+        limits = self._lifecycle.prepare(arrays, max_sequences, capacity, max_batch)
         pair = formats.pair(dtype, arrays)
         span = self.span.resolve(limits.max_sequences)
         size = num_blocks or spans.num_blocks(
@@ -229,6 +228,9 @@ class CausalCache(Cache):
         self._lifecycle.limits  # noqa: B018  raises when closed
         return self._tables.resume_point(sequence, integer(position, "position"))
 
+    def stopping_point(self, sequence: int, position: int) -> int:
+        return position
+
     def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
         self.prepare_remove(sequence, begin, end)()
 
@@ -237,10 +239,10 @@ class CausalCache(Cache):
     ) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
         check_range(sequence, begin, end)
-        if not drop_appended:
-            self._check_committed(sequence)
         if begin == 0 and end is None:
             return lambda: self._free(sequence)
+        if not drop_appended:
+            self._check_committed(sequence)
         removal = self._tables.plan_removal(sequence, begin, end, can_shift=self._shift is not None)
         if removal is None and not drop_appended:
             return lambda: None
@@ -395,12 +397,6 @@ class CausalCache(Cache):
             encoded = storage.key_format.encode(storage.accept_keys(layer, turned, len(slots)))
             turns.append(partial(storage.write_keys, layer, encoded=encoded))
         return turns
-
-    def _padded(self, rows: Array, missing: int, layer: int) -> Array:
-        """Rows [S,H,D] followed by `missing` rows of zeros: finite, so that a masked column cannot spoil a sum."""
-        backend = self._storage.backend
-        zeros = backend.cast(backend.zeros((missing, *rows.shape[1:]), "f32", layer), backend.dtype(rows))
-        return backend.concatenate((rows, zeros), 0)
 
     def _mask(self, forward: Forward, visible: NDArray[np.bool_], layer: int, config: CacheConfig) -> Array:
         """The additive mask on the layer's device; made once per pass and device."""

@@ -124,9 +124,10 @@ class CausalSequenceView(SequenceView):
         stored = storage.layer(layer)
         if not (stored.keys.format.is_native and stored.values.format.is_native):
             return None
-        slots, start = self._runs(appended, within_blocks=storage.block_size > 1)[0]
-        if start or len(slots) < length:
+        runs = self._runs(appended, within_blocks=storage.block_size > 1)
+        if not runs or runs[0][1] or len(runs[0][0]) < length:
             return None
+        slots, _ = runs[0]
         return ContiguousKV(storage.read(stored.keys, slots[:length]), storage.read(stored.values, slots[:length]))
 
     def layer_device(self, layer: int) -> Device:

@@ -84,6 +84,7 @@ class EncoderCache(Cache):
     # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
+        self._lifecycle.limits  # noqa: B018  raises when closed
         self._layer = integer(layer, "layer")
 
     def encoder_cached(self, sequence: int) -> bool:
@@ -93,10 +94,7 @@ class EncoderCache(Cache):
         return known is not None and bool(known.entries) and all(entry.layers for entry in known.entries)
 
     def put(self, keys: Array, values: Array) -> None:
-        """Fill the media of this batch: with one, arrays of any shape.
-
-        With several, rows [n,...] one medium after the other.
-        """
+        """Fill the media of this batch: one with rows of any shape, several with their rows one after the other."""
         current, layer = self._started()
         if not current.filling:
             raise ValueError(
@@ -111,23 +109,30 @@ class EncoderCache(Cache):
             entry.layers[layer] = stored
 
     def get(self) -> History:
+        """See `Cache.get`: for a batch of one sequence as stored and without a mask, so columns are not padded then."""
         current, layer = self._started()
         found = self._visible(current, layer)
         stored = [pair for pairs in found.values() for pair in pairs]
         if not stored:
             raise ValueError(f"no media of the batch's sequences were put in layer {layer}; put keys and values first")
+        config = self._lifecycle.config
         keys, values = (self._joined([pair[side] for pair in stored]) for side in (0, 1))
+        if config.permuted_values and len(values.shape) != 3:
+            raise ValueError(f"values are {list(values.shape)}; expected [n,H,Dv], to be permuted as set_config asks")
+        # One sequence sees all there is: without a mask that hides them, columns cannot be padded.
+        missing = -int(keys.shape[0]) % config.padding if len(current.rows) > 1 else 0
+        keys, values = (self._backend.pad_rows(rows, missing, layer) for rows in (keys, values))
+        if config.permuted_values:
+            values = self._backend.permute(values, (1, 2, 0))
         if len(current.rows) == 1:
             return History(keys, values, None)
-        mask = np.full((len(current.batch), sum(int(pair[0].array.shape[0]) for pair in stored)), -np.inf, np.float32)
+        mask = np.full((len(current.batch), int(keys.shape[0])), -np.inf, np.float32)
         begin = 0
         for sequence, pairs in found.items():
             end = begin + sum(int(pair[0].array.shape[0]) for pair in pairs)
             mask[current.rows[sequence], begin:end] = 0
             begin = end
-        return History(
-            keys, values, self._backend.cast(self._backend.from_numpy(mask, layer), self._lifecycle.config.mask_dtype)
-        )
+        return History(keys, values, self._backend.cast(self._backend.from_numpy(mask, layer), config.mask_dtype))
 
     def attend(
         self, queries: Array, *, scale: float | None = None, softcap: float | None = None, sinks: Array | None = None
@@ -136,14 +141,17 @@ class EncoderCache(Cache):
         found = self._visible(current, layer)
         pairs = [pair for pairs in found.values() for pair in pairs]
         queries = self._backend.asarray(queries, layer, "queries")
-        if not pairs or len(pairs[0][0].array.shape) != 3:
+        shapes = [(tuple(keys.array.shape), tuple(values.array.shape)) for keys, values in pairs]
+        if not pairs or any(len(k) != 3 or len(v) != 3 or k[:2] != v[:2] for k, v in shapes):
             raise ValueError(
-                f"layer {layer} holds no keys [n,H,D] for the batch's sequences; put them before attending"
+                f"layer {layer} holds {shapes or 'nothing'} for the batch's sequences; expected keys [n,H,D] and "
+                f"values [n,H,Dv] of as many rows and heads"
             )
         keys, values = (self._as_cells([pair[side] for pair in pairs]) for side in (0, 1))
+        shape, num_tokens = tuple(queries.shape), len(current.batch)
         heads, head_dim = keys.array.shape[1], keys.head_dim
-        if len(queries.shape) != 3 or queries.shape[2] != head_dim or queries.shape[1] % heads:
-            raise ValueError(f"queries are {list(queries.shape)}; expected [tokens, a multiple of {heads}, {head_dim}]")
+        if len(shape) != 3 or shape[0] != num_tokens or shape[2] != head_dim or not shape[1] or shape[1] % heads:
+            raise ValueError(f"queries are {list(shape)}; expected [{num_tokens}, a multiple of {heads}, {head_dim}]")
         scale = head_dim**-0.5 if scale is None else scale
         kernel = kernels.choose(queries, keys, values)
         return kernel.attend(
@@ -151,7 +159,10 @@ class EncoderCache(Cache):
         )
 
     def set_config(self, config: CacheConfig) -> None:
-        self._lifecycle.configure(config)
+        self.prepare_config(config)()
+
+    def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
+        return self._lifecycle.prepare_config(config)
 
     # --- for whoever manages the cache --------------------------------------------------------------------------------
 
@@ -173,8 +184,8 @@ class EncoderCache(Cache):
         capacity: int | None = None,
         max_batch: int | None = None,
     ) -> Callable[[], None]:
-        limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
         arrays = backends.create(backend)
+        limits = self._lifecycle.prepare(arrays, max_sequences, capacity, max_batch)
         pair = formats.pair(dtype, arrays)
 
         def effect() -> None:
@@ -244,11 +255,16 @@ class EncoderCache(Cache):
         return all(entry.layers for entry in known.entries if entry.position < position)
 
     def resume_point(self, sequence: int, position: int) -> int:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        integer(position, "position")
         known = self._sequences.get(sequence)
         if known is None:
             return 0
         missing = [entry.position for entry in known.entries if not entry.layers]
         return min([position, known.end, *missing])
+
+    def stopping_point(self, sequence: int, position: int) -> int:
+        return position
 
     def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
         self.prepare_remove(sequence, begin, end)()
@@ -278,7 +294,7 @@ class EncoderCache(Cache):
 
     def sequence(self, sequence: int) -> SequenceView:
         return TokenlessView(
-            integer(sequence, "sequence", minimum=-(2**63)), self._lifecycle.limits, self, "EncoderCache"
+            integer(sequence, "sequence", minimum=-(2**63)), self._lifecycle.limits, self, "EncoderCache", self.advance
         )
 
     def usage(self) -> Usage:
@@ -343,6 +359,11 @@ class EncoderCache(Cache):
         self._lifecycle.limits  # noqa: B018  raises when closed
         known = self._sequences.get(sequence)
         return known.end if known else 0
+
+    def advance(self, sequence: int, num_tokens: int) -> None:
+        """`num_tokens` tokens without media follow the sequence's last."""
+        self._pass = None
+        self._sequences.setdefault(sequence, _Sequence()).end += num_tokens
 
     def layers(self) -> set[int]:
         """Layers that hold anything."""

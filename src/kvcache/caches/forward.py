@@ -150,9 +150,9 @@ class Forward:
         return padded
 
     def _bounds(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        positions = np.asarray(self.batch.positions, np.int32)
+        positions = np.asarray(self.batch.positions, np.int64)  # a window may be wider than 32 bits
         begins = np.maximum(self._span.begin(positions), 0).astype(np.int32)
-        ends = positions + 1
+        ends = (positions + 1).astype(np.int32)
         ends[list(self.excepted)] = UNBOUNDED
         return begins, ends
 

@@ -9,12 +9,15 @@ member that can only go back to certain points (`RecurrentCache`) takes the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 from kvcache import backends
 from kvcache.backends import Backend
 from kvcache.caches import Cache
-from kvcache.caches.lifecycle import check_truncation
+from kvcache.caches.encoder import EncoderCache
+from kvcache.caches.lifecycle import Lifecycle, check_range, check_truncation
+from kvcache.caches.tokenless_view import TokenlessView
 from kvcache.errors import NotSupported
 from kvcache.spec import Array, Batch, CacheConfig, Device, History, SequenceUsage, Usage, integer
 from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
@@ -37,10 +40,12 @@ class HybridCache(Cache):
         self.members = caches
         self.layer_types = None if layer_types is None else tuple(self._type(i) for i in layer_types)
         self._active = 0
+        self._lifecycle = Lifecycle()
 
     # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
+        self._lifecycle.limits  # noqa: B018  raises when closed
         if self.layer_types is not None:
             if integer(layer, "layer") >= len(self.layer_types):
                 raise ValueError(
@@ -54,10 +59,12 @@ class HybridCache(Cache):
 
     def set_layer_type(self, layer_type: int) -> None:
         """Make member `layer_type` the one that `put`, `get` and `attend` mean."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
         self._active = self._type(layer_type)
 
     def underlying_cache(self) -> Cache:
         """The active member, for what only it can do (`CausalCache.set_causal`, `EncoderCache.encoder_cached`)."""
+        self._lifecycle.limits  # noqa: B018  raises when closed
         return self.members[self._active]
 
     def put(self, keys: Array, values: Array) -> None:
@@ -72,8 +79,10 @@ class HybridCache(Cache):
         return self.members[self._active].attend(queries, scale=scale, softcap=softcap, sinks=sinks)
 
     def set_config(self, config: CacheConfig) -> None:
-        for member in self.members:
-            member.set_config(config)
+        self.prepare_config(config)()
+
+    def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
+        return _all([self._lifecycle.prepare_config(config), *(m.prepare_config(config) for m in self.members)])
 
     # --- for whoever manages the cache --------------------------------------------------------------------------------
 
@@ -96,9 +105,12 @@ class HybridCache(Cache):
         max_batch: int | None = None,
     ) -> Callable[[], None]:
         arrays = backends.create(backend)
-        return _all([member.prepare_init(arrays, dtype, max_sequences, capacity, max_batch) for member in self.members])
+        limits = self._lifecycle.prepare(arrays, max_sequences, capacity, max_batch)
+        effects = [m.prepare_init(arrays, dtype, max_sequences, capacity, max_batch) for m in self.members]
+        return _all([partial(self._lifecycle.begin, limits), *effects])
 
     def close(self) -> None:
+        self._lifecycle.is_closed = True
         for member in self.members:
             member.close()
 
@@ -118,12 +130,10 @@ class HybridCache(Cache):
         return all(member.can_resume(sequence, position) for member in self.members)
 
     def resume_point(self, sequence: int, position: int) -> int:
-        point = position
-        while True:  # each round lowers the point or ends; 0 suits every member
-            lowered = min(member.resume_point(sequence, point) for member in self.members)
-            if lowered == point:
-                return point
-            point = lowered
+        return _agreed(position, [partial(member.resume_point, sequence) for member in self.members])
+
+    def stopping_point(self, sequence: int, position: int) -> int:
+        return _agreed(position, [partial(member.stopping_point, sequence) for member in self.members])
 
     def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
         self.prepare_remove(sequence, begin, end)()
@@ -131,14 +141,15 @@ class HybridCache(Cache):
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
-        if end is None and begin < self.sequence(sequence).seq_len and not self.can_resume(sequence, begin):
-            # A member with checkpoints cannot stop just anywhere: all go back to where all can resume.
-            point = self.resume_point(sequence, integer(begin, "begin"))
-            if not point:
+        check_range(sequence, begin, end)
+        seq_len = self.sequence(sequence).seq_len
+        if begin < seq_len and (end is None or end >= seq_len):
+            # A member with checkpoints cannot stop just anywhere: all go back to one of them.
+            end, point = None, self.stopping_point(sequence, begin)
+            if begin and not point:
                 raise NotSupported(
-                    f"sequence {sequence} cannot be cut at {begin}: a member has forgotten what it needs there and no "
-                    f"earlier "
-                    f"point serves all members; remove the whole sequence and recompute it"
+                    f"sequence {sequence} cannot be cut at {begin}: its states were kept at no point below; remove the "
+                    f"whole sequence and recompute it, or keep more checkpoints"
                 )
             begin = point
         return _all(
@@ -152,11 +163,12 @@ class HybridCache(Cache):
 
     def usage(self) -> Usage:
         usages = [member.usage() for member in self.members]
+        tokens = [u.sequences for m, u in zip(self.members, usages, strict=True) if not isinstance(m, EncoderCache)]
         ids = {key: None for usage in usages for key in usage.sequences}
         nothing = SequenceUsage(0, 0)
         sequences = {
             key: SequenceUsage(
-                max(usage.sequences.get(key, nothing).num_tokens for usage in usages),
+                max((used.get(key, nothing).num_tokens for used in tokens), default=0),
                 sum(usage.sequences.get(key, nothing).num_blocks for usage in usages),
             )
             for key in ids
@@ -206,6 +218,8 @@ class HybridSequenceView(SequenceView):
         return any(view.is_on_gpu for view in self._views)
 
     def append(self, layer: int, keys: Array, values: Array) -> Appended:
+        if any(isinstance(view, TokenlessView) and not view.can_advance for view in self._views):
+            raise NotSupported("a member holds states, which only passes move on; use start_forward, put and attend")
         return self._of(layer).append(layer, keys, values)
 
     def commit(self, num_tokens: int) -> None:
@@ -242,6 +256,13 @@ class HybridSequenceView(SequenceView):
         if integer(layer, "layer") >= len(self._layer_types):
             raise ValueError(f"layer is {layer}; expected one of the {len(self._layer_types)} that layer_types names")
         return self._views[self._layer_types[layer]]
+
+
+def _agreed(position: int, points: Sequence[Callable[[int], int]]) -> int:
+    """The highest position, `position` at most, that each of `points` (highest at or below) leaves as it is."""
+    while (lowered := min(point(position) for point in points)) != position:
+        position = lowered  # 0 suits every member
+    return position
 
 
 def _all(effects: Sequence[Callable[[], None]]) -> Callable[[], None]:

@@ -1,12 +1,11 @@
-"""What every cache checks alike: configured before `init`, initialised once, not used after `close`.
-
-Arguments of `init`.
-"""
+"""What every cache checks alike: arguments; configured before `init`, initialised once, not used after `close`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, final
 
+from kvcache.backends import Backend
 from kvcache.spec import Batch, CacheConfig, integer
 
 __all__ = ["Lifecycle", "Limits", "check_copy", "check_range", "check_truncation"]
@@ -45,15 +44,20 @@ class Lifecycle:
     def config(self) -> CacheConfig:
         return self._config or CacheConfig()
 
-    def configure(self, config: CacheConfig) -> None:
+    def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
+        """Check the argument of `set_config`; the answer does the rest."""
         if not isinstance(config, CacheConfig):
             raise TypeError(f"set_config got {type(config).__name__}; expected a kvcache.CacheConfig")
         if self._config or self._limits or self.is_closed:
             raise ValueError("set_config was called twice or after init; expected once, before init")
-        self._config = config
 
-    def prepare(self, max_sequences: int, capacity: int | None, max_batch: int | None) -> Limits:
-        """Check the arguments of `init`; changes nothing."""
+        def effect() -> None:
+            self._config = config
+
+        return effect
+
+    def prepare(self, backend: Backend, max_sequences: int, capacity: int | None, max_batch: int | None) -> Limits:
+        """Check the arguments of `init`, and that the backend can do what `set_config` said; changes nothing."""
         if self.is_closed:
             raise ValueError("the cache is closed; make a new one")
         if self._limits:
@@ -68,6 +72,11 @@ class Lifecycle:
                 f"max_batch is {max_batch} and the cache holds {max_sequences} sequences of {capacity} tokens; "
                 f"expected a "
                 f"capacity that one batch fits into: raise capacity, or lower max_batch"
+            )
+        if self.config.mask_dtype not in backend.native:
+            raise ValueError(
+                f"CacheConfig.mask_dtype is {self.config.mask_dtype!r}; the {backend.name} backend computes in "
+                f"{', '.join(sorted(backend.native))}"
             )
         return Limits(max_sequences, capacity, max_batch)
 

@@ -84,6 +84,7 @@ class RecurrentCache(Cache):
     # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
+        self._lifecycle.limits  # noqa: B018  raises when closed
         self._layer = integer(layer, "layer")
 
     def put(self, keys: Array | None, values: Array | None) -> None:
@@ -124,7 +125,10 @@ class RecurrentCache(Cache):
         raise NotSupported("a recurrent state cannot be attended to; read it with get")
 
     def set_config(self, config: CacheConfig) -> None:
-        self._lifecycle.configure(config)
+        self.prepare_config(config)()
+
+    def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
+        return self._lifecycle.prepare_config(config)
 
     # --- for whoever manages the cache --------------------------------------------------------------------------------
 
@@ -146,8 +150,8 @@ class RecurrentCache(Cache):
         capacity: int | None = None,
         max_batch: int | None = None,
     ) -> Callable[[], None]:
-        limits = self._lifecycle.prepare(max_sequences, capacity, max_batch)
         arrays = backends.create(backend)
+        limits = self._lifecycle.prepare(arrays, max_sequences, capacity, max_batch)
         formats.pair(dtype, arrays)  # unknown names raise here as everywhere
 
         def effect() -> None:
@@ -218,11 +222,16 @@ class RecurrentCache(Cache):
         return known is not None and known.state_at(position) is not None
 
     def resume_point(self, sequence: int, position: int) -> int:
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        integer(position, "position")
         known = self._sequences.get(sequence)
         if known is None:
             return 0
         live = {known.end} if known.live is not None else set()
         return max((point for point in known.checkpoints.keys() | live if point <= position), default=0)
+
+    def stopping_point(self, sequence: int, position: int) -> int:
+        return self.resume_point(sequence, position)
 
     def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
         self.prepare_remove(sequence, begin, end)()
@@ -241,7 +250,7 @@ class RecurrentCache(Cache):
                 f"cannot forget "
                 f"tokens in its middle: remove to the end and recompute"
             )
-        point = self.resume_point(sequence, begin)
+        point = self.stopping_point(sequence, begin)
         if begin and not point:
             raise NotSupported(
                 f"sequence {sequence} has no checkpoint at or below {begin} (it has {sorted(known.checkpoints)}); "

@@ -141,11 +141,10 @@ class Tables:
 
     def _release_one(self, block: int, released: Counter[int]) -> int:
         """Count one reference less; 1 when that frees the block."""
-        references = self.pool.references(block)
-        if references == 1:
-            return 1
+        if self.pool.references(block) == 1:
+            return int(self.pool.is_freed(block))
         released[block] += 1
-        return int(references == released[block])
+        return int(self.pool.is_freed(block, released[block]))
 
     def _place(self, step: _Step, released: Counter[int], *, use_holes: bool) -> int:
         """Decide where a step's tokens go; the number of blocks that this takes."""
@@ -335,7 +334,7 @@ class Tables:
         positions = table.positions.view
         kept = np.flatnonzero((positions >= 0) & ((positions < begin) | (positions >= end))) // self.block_size
         emptied = set(range(len(table.table))) - set(kept.tolist())
-        num_free = self.pool.num_free + sum(self.pool.references(table.table[i]) == 1 for i in emptied)
+        num_free = self.pool.num_free + sum(self.pool.is_freed(table.table[i]) for i in emptied)
         needed = sum(self._is_others(table.table[int(i)]) for i in np.unique(later // self.block_size))
         if needed > num_free:
             raise CacheFull(needed * self.block_size, num_free * self.block_size)

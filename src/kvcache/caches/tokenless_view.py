@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn, Protocol, final
 
 from kvcache.backends import Backend
@@ -24,11 +25,22 @@ class _Owner(Protocol):
 
 @final
 class TokenlessView(SequenceView):
-    """One sequence of an `EncoderCache` or a `RecurrentCache`."""
+    """One sequence of an `EncoderCache` or a `RecurrentCache`.
 
-    __slots__ = ("_kind", "_limits", "_owner", "_sequence")
+    advance: what `commit` of tokens that other members of a hybrid store does; without it they cannot be committed.
+    """
 
-    def __init__(self, sequence: int, limits: Limits, owner: _Owner, kind: str) -> None:
+    __slots__ = ("_advance", "_kind", "_limits", "_owner", "_sequence")
+
+    def __init__(
+        self,
+        sequence: int,
+        limits: Limits,
+        owner: _Owner,
+        kind: str,
+        advance: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._advance = advance
         self._sequence = sequence
         self._limits = limits
         self._owner = owner
@@ -53,9 +65,16 @@ class TokenlessView(SequenceView):
         self.prepare_commit(num_tokens)()
 
     def prepare_commit(self, num_tokens: int) -> Callable[[], None]:
-        if integer(num_tokens, "num_tokens"):
+        if not integer(num_tokens, "num_tokens"):
+            return lambda: None
+        if self._advance is None:
             self._refuse("commit")
-        return lambda: None
+        return partial(self._advance, self._sequence, num_tokens)
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether tokens can be committed."""
+        return self._advance is not None
 
     def views(self, layer: int) -> list[View]:
         self._refuse("views")
