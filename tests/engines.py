@@ -101,6 +101,22 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=raw)
 
 
+def fallback_tokenizer() -> Any:
+    """As Gemma's and Llama's: words, and bytes for what has no word. A byte that does not fit spoils a run of them."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", *(f"<0x{byte:02X}>" for byte in range(256)), *"axtheé", "▁", "猫", "th", "he", "the", "▁the"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    merges = [("t", "h"), ("h", "e"), ("th", "e"), ("▁", "the")]
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
+    raw.normalizer = normalizers.Replace(" ", "▁")  # type: ignore[assignment]
+    raw.decoder = decoders.Sequence(  # type: ignore[assignment]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>")
+
+
 def word_tokenizer() -> Any:
     """Token i is the text of its number and a letter: texts for models with a vocabulary of 99."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -30,11 +30,11 @@ TEMPLATE = (
 
 
 def tokenizer(template: str | None = None) -> Any:
-    """Single characters of ASCII: id = code - 32. The ids 95 to 98 of the models have no text."""
+    """Single characters of ASCII: id = code - 32. The ids 95 to 98 of the models have no text. Texts begin with ^."""
     made = Tokenizer(models.BPE({chr(c): c - 32 for c in range(32, 127)}, [], unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     made.decoder = decoders.Fuse()
-    return tf.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template)
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, bos_token="^")
 
 
 def engine(family: str = "llama", template: str | None = None, **options: Any) -> Engine:

@@ -333,6 +333,15 @@ def test_json_to_standard_output_or_to_a_file(
     assert json.loads(made.read_text())["note"] == "loud"
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kvcache.cli.bench.measure", pytest.fail)
+    for option in ("--json", "--plot"):
+        with pytest.raises(FileNotFoundError):
+            invoke("attention", option, str(tmp_path / "no" / "folder"))
+
+
 def test_a_busy_machine_is_warned_about(monkeypatch: pytest.MonkeyPatch, tables: list[Table]) -> None:
     use_tiny(monkeypatch, tables)
     for load, is_busy in ((3.5, True), (0.1, False)):

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
+from engines import fallback_tokenizer
 from families import FAMILIES
 from kvcache.cli import main
 from kvcache.cli.app import app
 from kvcache.cli.conversation import Conversation
-from kvcache.hf.loading import load
+from kvcache.hf.loading import Loaded, load
 from kvcache.hf.runner import Runner
 
 TEMPLATE = (
@@ -112,6 +114,40 @@ def test_chat_template_keeps_what_was_said(tmp_path: Path) -> None:
         assert conversation.last is not None
         assert conversation.last.num_reused > len("<user>hello<assistant>")
         assert [m["role"] for m in conversation.branch.messages] == ["user", "assistant"] * 2
+
+
+def test_a_turn_that_fails_or_is_left_keeps_the_chat_in_order(tmp_path: Path) -> None:
+    strict = TEMPLATE.replace("{% for", "{% if 'bad' in messages[-1]['content'] %}{{ 1 | no }}{% endif %}{% for", 1)
+    strict = strict.replace("{{ 1 | no }}", "{{ raise_exception('not that') }}")
+    loaded = load(save(tmp_path, "llama", strict), progress=False)
+    with Runner(loaded.model, capacity=120, max_sequences=4, max_batch=64) as runner:
+        conversation = Conversation(loaded, runner, 120)
+        for text, message in (("x" * 200, "capacity of 120"), ("bad", "template refuses this: not that")):
+            with pytest.raises(ValueError, match=message):
+                said(conversation, text)
+            assert (conversation.branch.messages, conversation.branch.turns) == ([], [])
+        pieces = conversation.say("hello", 20)
+        first = next(pieces)
+        pieces.close()  # as Ctrl-C does
+        assert conversation.branch.messages == [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": first},
+        ]
+        said(conversation, "again")
+        assert [m["role"] for m in conversation.branch.messages] == ["user", "assistant"] * 2
+
+
+def test_bytes_that_make_no_character_do_not_end_the_conversation() -> None:
+    tokenizer = fallback_tokenizer()
+    config = tf.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    loaded = Loaded(tf.LlamaForCausalLM(config).eval(), tokenizer, "bytes", "a model object")
+    with Runner(loaded.model, capacity=120, max_sequences=1, max_batch=64) as runner:
+        texts = [said(Conversation(loaded, runner, 120), text, 60) for text in ("the", "a猫")]
+    assert all(texts)
+    assert "\ufffd" in "".join(texts)
 
 
 def test_text_longer_than_the_capacity_is_refused(conversation: Conversation) -> None:

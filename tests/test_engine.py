@@ -455,6 +455,42 @@ def test_end_tokens_end() -> None:
         assert drained(engine)["own"].token_ids == plain[: plain.index(plain[1]) + 1]
 
 
+def test_a_stream_that_was_done_and_never_read_leaves_nothing() -> None:
+    with engine_for("llama") as engine:
+        unread = engine.stream([5, 6, 7], max_tokens=1)
+        assert len(list(engine.stream([8, 9], max_tokens=5))) == 6
+        assert not engine.is_idle  # its events wait
+        del unread
+        gc.collect()
+        assert engine.is_idle
+        assert engine.step() == []
+
+
+def test_events_outlive_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_for("llama") as engine:
+        for name in "ab":
+            engine.add(Request(name, [5, 6, 7], SamplingParams(max_tokens=3)))
+        engine.step()
+        engine.abort("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine._core.runner), "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        ended = [event.request_id for event in engine.step() if isinstance(event, Finished)]
+        assert "a" in ended
+
+
+def interrupted(*arguments: Any, **named: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_stop_texts_need_a_tokenizer() -> None:
+    with engine_for("llama") as engine:
+        with pytest.raises(ValueError, match=r"stop=\('x',\) and .* has no tokenizer"):
+            engine.generate([[5, 6]], stop="x")
+        assert engine.is_idle
+
+
 # --- limits and misuse ------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engines import byte_tokenizer
+from engines import byte_tokenizer, fallback_tokenizer
 from kvcache.engine.text import WINDOW, StopFinder, StopTexts, TextStream, whole_text
 
 PIECES = ["a", " ", " the", "é", "猫", "🐈", "👩\u200d👩\u200d👧", "\n", "x", "\u200d", "ß", "\U00013000"]
@@ -71,22 +71,6 @@ def slow_tokenizer() -> Any:
             return str(fast.decode(ids, skip_special_tokens=skip_special_tokens))
 
     return Slow()
-
-
-def fallback_tokenizer() -> Any:
-    """As Gemma's and Llama's: words, and bytes for what has no word. A byte that does not fit spoils a run of them."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<pad>", *(f"<0x{byte:02X}>" for byte in range(256)), *"axtheé", "▁", "猫", "th", "he", "the", "▁the"]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    merges = [("t", "h"), ("h", "e"), ("th", "e"), ("▁", "the")]
-    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True))
-    raw.normalizer = normalizers.Replace(" ", "▁")  # type: ignore[assignment]
-    raw.decoder = decoders.Sequence(  # type: ignore[assignment]
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>")
 
 
 TOKENIZERS = {"bytes": byte_tokenizer, "slow": slow_tokenizer, "fallback": fallback_tokenizer}

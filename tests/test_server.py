@@ -26,6 +26,7 @@ from kvcache.server import Server, Settings
 from serving import NAME, TEMPLATE, Served, events, eventually
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
+BEGIN = ord("^") - 32
 LONG = 400
 """Tokens of an answer that takes a while: about a second."""
 
@@ -193,6 +194,18 @@ def test_generate_streams_lines_and_goes_on_from_a_context(served: Served) -> No
     more = served.post("/api/generate", prompt="!", context=last["context"], stream=False, options=options).json()
     assert more["prompt_eval_count"] == len(PROMPT) + 6 + 1
     assert more["response"] == served.text([*last["context"], ord("!") - 32], max_tokens=6)
+
+
+def test_a_context_is_not_followed_by_the_beginning_of_a_text() -> None:
+    options = {"num_predict": 4, "temperature": 0}
+    template = "{{ bos_token }}" + TEMPLATE
+    with serving.serving(template=template) as served:
+        first = served.post("/api/generate", prompt="hi", stream=False, options=options).json()
+        assert first["context"].count(BEGIN) == 1
+        more = served.post("/api/generate", prompt="so", context=first["context"], stream=False, options=options).json()
+        begin = len(first["context"])
+        assert more["context"][:begin] == first["context"]
+        assert BEGIN not in more["context"][begin : more["prompt_eval_count"]]
 
 
 def test_a_generate_without_a_prompt_only_loads(served: Served) -> None:
@@ -413,6 +426,9 @@ def test_when_too_many_are_under_way_others_are_told_to_wait() -> None:
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert answer.json()["error"]["code"] == "overloaded"
         eventually(lambda: served.post("/v1/completions", prompt="x").status_code == 200)
+        never = served.post("/v1/completions", prompt=["x", "y"], n=3)
+        assert (never.status_code, never.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert "6 completions, and at most 4" in never.json()["error"]["message"]
 
 
 def test_beyond_the_bound_of_connections_the_answer_is_json_of_the_right_wire() -> None:

@@ -15,6 +15,6 @@ def main() -> None:
         with needing("cli", "the command line"):
             from kvcache.cli.app import app
         app()
-    except (ImportError, KVCacheError, TypeError, ValueError) as error:
+    except (ImportError, KVCacheError, OSError, TypeError, ValueError) as error:
         sys.stderr.write(f"kvcache: {error}\n")
         sys.exit(1)

@@ -56,6 +56,9 @@ def bench(wanted: Asked) -> None:
 
     Of several, one whose packages are missing is left out with a word on stderr; a single one raises `ImportError`.
     """
+    for file in (wanted.json_file, wanted.plot_file):
+        if file not in (None, "-"):
+            Path(file).open("a").close()  # it can be written to: not found out after minutes of measuring
     measured: dict[str, list[Table]] = {}
     load = load_average()
     if load > QUIET:

@@ -12,14 +12,15 @@ generates:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
-from tokenizers.decoders import DecodeStream
-
+from kvcache.engine.build import stop_tokens
+from kvcache.engine.text import TextStream
 from kvcache.errors import NotSupported
 from kvcache.hf.runner import Runner, Work
+from kvcache.prefix.chain import common_length
 
 if TYPE_CHECKING:
     from kvcache.hf.loading import Loaded
@@ -79,7 +80,7 @@ class Conversation:
         self._capacity = capacity
         self._branches = {"main": Branch(0)}
         self._next_sequence = 1
-        self._stop_tokens = _stop_tokens(loaded)
+        self._stop_tokens = stop_tokens(loaded.model, loaded.tokenizer)
         self.name = "main"
         self.last: Turn | None = None
 
@@ -98,30 +99,36 @@ class Conversation:
         """The names of all branches."""
         return list(self._branches)
 
-    def say(self, text: str, max_tokens: int) -> Iterator[str]:
-        """Add `text` to the active branch and yield the answer as it comes; `last` tells the cost afterwards."""
-        branch = self.branch
-        branch.turns.append((len(branch.said), len(branch.messages)))
-        if self.has_template:
-            branch.messages.append({"role": "user", "content": text})
-            wanted = self._tokenizer.apply_chat_template(branch.messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        else:
-            added = self._tokenizer(text, add_special_tokens=not branch.said)["input_ids"]
-            wanted = [*branch.said, *added]
-        answer = []
-        for piece in self._complete(list(wanted), max_tokens):
-            answer.append(piece)
-            yield piece
-        if self.has_template:
-            branch.messages.append({"role": "assistant", "content": "".join(answer)})
+    def say(self, text: str, max_tokens: int) -> Generator[str]:
+        """Add `text` to the active branch and yield the answer as it comes; `last` tells the cost afterwards.
 
-    def complete(self, prompt: str, max_tokens: int) -> Iterator[str]:
+        An answer that is left early (`close`) is said as far as it came. Raises `ValueError`, and nothing was said,
+        for text that does not fit or that the chat template refuses.
+        """
+        branch = self.branch
+        message = {"role": "user", "content": text}
+        if self.has_template:
+            wanted = self._templated([*branch.messages, message])
+        else:
+            wanted = [*branch.said, *self._tokenizer(text, add_special_tokens=not branch.said)["input_ids"]]
+        self._check_fits(wanted)
+        branch.turns.append((len(branch.said), len(branch.messages)))
+        answer = []
+        try:
+            for piece in self._complete(wanted, max_tokens):
+                answer.append(piece)
+                yield piece
+        finally:
+            if self.has_template:
+                branch.messages += [message, {"role": "assistant", "content": "".join(answer)}]
+
+    def complete(self, prompt: str, max_tokens: int) -> Generator[str]:
         """Replace the active branch by `prompt`, keeping what it has in common with it, and yield the completion."""
+        wanted = list(self._tokenizer(prompt)["input_ids"])
+        self._check_fits(wanted)
         self.branch.turns.clear()
         self.branch.messages.clear()
-        yield from self._complete(list(self._tokenizer(prompt)["input_ids"]), max_tokens)
+        yield from self._complete(wanted, max_tokens)
 
     def undo(self) -> int:
         """Take the last turn back; the number of tokens it had. Raises `ValueError` when there is none."""
@@ -160,23 +167,34 @@ class Conversation:
             raise ValueError(f"{name!r} is no branch; expected one of {', '.join(self._branches)}")
         self.name = name
 
-    def _complete(self, wanted: list[int], max_tokens: int) -> Iterator[str]:
-        branch, begin = self.branch, time.perf_counter()
+    def _templated(self, messages: list[dict[str, str]]) -> list[int]:
+        from jinja2 import TemplateError
+
+        try:
+            made = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses this: {error}") from None
+        return list(made["input_ids"])
+
+    def _check_fits(self, wanted: Sequence[int]) -> None:
         if len(wanted) >= self._capacity:
             raise ValueError(f"the text has {len(wanted)} tokens; expected fewer than the capacity of {self._capacity}")
-        shared = min(_common_prefix(branch.cached, wanted), len(wanted) - 1)
+
+    def _complete(self, wanted: list[int], max_tokens: int) -> Generator[str]:
+        branch, begin = self.branch, time.perf_counter()
+        shared = min(common_length(branch.cached, wanted), len(wanted) - 1)
         kept, note = self._rewind(branch, shared)
         turn = self.last = Turn(kept, len(wanted) - kept, note=note)
         branch.said, branch.cached = wanted, wanted[:kept]
         token = self._prefill(branch, wanted[kept:])
         turn.seconds_to_first = time.perf_counter() - begin
         begin = time.perf_counter()
-        stream = DecodeStream(ids=wanted[-8:], skip_special_tokens=True)
+        stream = TextStream(self._tokenizer, wanted)
         room = min(max_tokens, self._capacity - len(wanted))
         while turn.num_generated < room and token not in self._stop_tokens:
             turn.num_generated += 1
             branch.said.append(token)
-            piece = stream.step(self._tokenizer.backend_tokenizer, token)
+            piece = stream.step(token)
             turn.seconds = time.perf_counter() - begin
             if piece:
                 yield piece
@@ -202,15 +220,3 @@ class Conversation:
             self.cache.remove(branch.sequence, 0)
             return 0, str(error)
         return point, note
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _stop_tokens(loaded: Loaded) -> frozenset[int]:
-    """Tokens that end an answer, by the generation config and the tokenizer."""
-    named = getattr(loaded.model.generation_config, "eos_token_id", None)
-    ids = [named] if isinstance(named, int) else list(named or ())
-    own = getattr(loaded.tokenizer, "eos_token_id", None)
-    return frozenset([*ids, own] if own is not None else ids)

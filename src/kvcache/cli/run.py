@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import closing, suppress
 
 from rich.console import Console
 from rich.table import Table
@@ -108,14 +108,12 @@ def _command(conversation: Conversation, line: str, console: Console) -> None:
             raise ValueError(f"{command} is no command; /help lists them")
 
 
-def _answer(conversation: Conversation, pieces: Iterator[str], console: Console) -> None:
+def _answer(conversation: Conversation, pieces: Generator[str], console: Console) -> None:
     """Print an answer as it comes, then what it cost. Ctrl-C ends the answer, not the conversation."""
-    try:
+    with suppress(KeyboardInterrupt), closing(pieces):
         for piece in pieces:
             sys.stdout.write(piece)
             sys.stdout.flush()
-    except KeyboardInterrupt:
-        pass
     sys.stdout.write("\n")
     sys.stdout.flush()
     if conversation.last:

@@ -565,10 +565,8 @@ class Core:
         if sample.match is not None:
             return  # it was preempted: what it finds again is its own
         sample.match = match
-        label = match.reason.partition(":")[0]
         self.counts.num_cached_tokens += match.num_tokens
         if match.num_tokens:
             self.counts.num_hits += 1
-            self.counts.num_partial[label] += 1
         else:
-            self.counts.num_misses[label] += 1
+            self.counts.num_misses[match.reason.partition(":")[0]] += 1

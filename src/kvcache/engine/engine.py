@@ -197,7 +197,11 @@ class Engine:
         self._check_open()
         core = self._core
         events, core.undelivered = core.undelivered, []
-        core.step(events)
+        try:
+            core.step(events)
+        except BaseException:
+            core.undelivered = events + core.undelivered  # what came before is told by the next step
+            raise
         if not core.groups and not self._is_proven:
             self._prove()
         return events
@@ -287,7 +291,8 @@ class Engine:
 
     def _drop(self, request_id: str) -> None:
         """End a request whose events nobody wants."""
-        if not self._is_closed and self.abort(request_id):
+        if not self._is_closed:
+            self.abort(request_id)
             self._core.undelivered = [event for event in self._core.undelivered if event.request_id != request_id]
 
     # --- helpers ------------------------------------------------------------------------------------------------------
@@ -322,7 +327,12 @@ class Engine:
         return tokens
 
     def _check_words(self, request_id: str, params: SamplingParams) -> None:
-        """What is said of single tokens must be true of this vocabulary."""
+        """Stop texts need a tokenizer, and what is said of single tokens must be true of this vocabulary."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"request {request_id!r} has stop={params.stop!r} and {self.model_name} has no tokenizer, so no text "
+                f"comes; leave stop out, or give Engine(..., tokenizer=...)"
+            )
         highest = max(params.logit_bias, default=0)
         if highest >= self._vocabulary:
             raise ValueError(

@@ -35,7 +35,6 @@ class Counts:
     num_generated_tokens: int = 0
     num_hits: int = 0
     num_misses: Counter[str] = field(default_factory=Counter)
-    num_partial: Counter[str] = field(default_factory=Counter)
     num_preemptions: int = 0
     num_finished: Counter[str] = field(default_factory=Counter)
     num_drafted: int = 0

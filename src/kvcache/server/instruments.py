@@ -2,7 +2,7 @@
 
 | metric                                             | from                                          |
 |----------------------------------------------------|-----------------------------------------------|
-| `kvcache_prefix_hits_total`, `..._misses_total`    | the engine: admissions by what was cached      |
+| `kvcache_prefix_hits_total`, `..._misses_total`    | the engine: admissions, misses by their reason |
 | `kvcache_blocks{member,state}`                     | free, held and cached blocks of each member    |
 | `kvcache_evicted_blocks_total`, `..preemptions..`  | the engine                                     |
 | `kvcache_sequences{state}`                         | waiting and running sequences                  |

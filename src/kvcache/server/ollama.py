@@ -83,7 +83,7 @@ class Ollama:
             ids = await prompts.of_text(text, is_whole=not before) if text else []
         else:
             said = [_Said("system", body.system)] if body.system else []
-            ids = await prompts.of_chat([*said, _Said("user", prompt)], "prompt")
+            ids = await prompts.of_chat([*said, _Said("user", prompt)], "prompt", is_whole=not before)
         return await self._answer(http, body, await prompts.of_ids(before + ids), returns_context=not body.raw)
 
     async def chat(self, http: HttpRequest) -> Any:

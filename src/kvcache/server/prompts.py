@@ -77,18 +77,28 @@ class Prompts:
         return await self.of_ids(made, param)
 
     async def of_chat(
-        self, messages: Sequence[Message], param: str = "messages", *, continues: bool = False
+        self,
+        messages: Sequence[Message],
+        param: str = "messages",
+        *,
+        continues: bool = False,
+        is_whole: bool = True,
     ) -> list[int]:
-        """A chat. `continues`: when the assistant had the last word, go on with it, and begin no new message."""
+        """A chat. `continues`: when the assistant had the last word, go on with it, and begin no new message.
+
+        `is_whole`: with the token that begins a text, which templates write themselves.
+        """
         self._check_text(sum(len(message.text) for message in messages), param)
         if not self.template:
-            return await self.of_text("".join(message.text for message in messages), param)
+            return await self.of_text("".join(message.text for message in messages), param, is_whole=is_whole)
         said = [
             {"role": "system" if message.role == "developer" else message.role, "content": message.text}
             for message in messages
         ]
         goes_on = continues and messages[-1].role == "assistant"
-        return await self.of_ids(await self._apart(lambda: self._templated(said, goes_on, param)), param)
+        made = await self._apart(lambda: self._templated(said, goes_on, param))
+        first = getattr(self._tokenizer, "bos_token_id", None)
+        return await self.of_ids(made[1:] if not is_whole and made[:1] == [first] else made, param)
 
     async def text_of(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
