@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from families import FAMILIES
 from kvcache.hf.norms import FusedNorms
@@ -88,6 +91,29 @@ def test_a_norm_of_another_formula_is_left_alone(kind: Any) -> None:
     assert len(FusedNorms(norm)) == 0 and "forward" not in norm.__dict__
 
 
+class UnhappyRMSNorm(LlamaRMSNorm):
+    """Wants more than rows."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        raise TypeError("not these")
+
+
+@pytest.mark.parametrize("kind", [partial(MambaRMSNormGated, group_size=96), Qwen3NextRMSNormGated, UnhappyRMSNorm])
+def test_a_norm_of_more_than_its_rows_is_left_alone(kind: Any) -> None:
+    norm = made(kind)
+    assert len(FusedNorms(norm)) == 0 and "forward" not in norm.__dict__
+
+
+def test_new_weights_are_used_at_once() -> None:
+    norm = made(LlamaRMSNorm)
+    x = torch.randn((3, 96)).bfloat16()
+    fused = FusedNorms(norm)
+    norm.weight.mul_(3)
+    found = norm(x)
+    fused.close()
+    torch.testing.assert_close(found, norm(x), rtol=2**-7, atol=0.0)
+
+
 def test_norms_that_are_not_bf16_or_hooked_are_left_alone() -> None:
     assert len(FusedNorms(LlamaRMSNorm(96))) == 0
     norm = made(LlamaRMSNorm)
@@ -105,7 +131,7 @@ def test_with_gradients_and_other_types_the_modules_own_is_used() -> None:
     fused.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "qwen3_next", "mamba2"])
 def test_a_runner_answers_as_with_the_modules_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES[family].build().to(torch.bfloat16)
     works = [Work(0, 0, [3, 1, 4, 1, 5])]

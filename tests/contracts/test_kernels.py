@@ -11,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -255,6 +256,47 @@ def attend_only(case: Case, world: World, softcap: float | None = None, batch: A
     scale = world.shape.head_dim**-0.5
     kernel = kernel_named(case.kernel)
     return to_numpy(kernel.attend(queries, keys, values, batch or world.batch, scale=scale, softcap=softcap))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of Triton's interpreter
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("where", ["key", "value", "query", "infinite"])
+def test_what_is_no_number_shows(case: Case, where: str, softcap: float | None) -> None:
+    """A model that overflows must not seem healthy: who sees a NaN gives NaN, whatever else is in the tile."""
+    if where == "infinite" and softcap is not None:
+        pytest.skip("softcapping makes an infinite score a finite one")
+    world = make_world(Shape(2, 4, 32, 32, 16), [decode(600), prefill(40, 20), decode(70)], seed=8)
+    good = attend_only(case, world, softcap)
+    bad, segments = {"key": world.keys, "value": world.values}.get(where, world.queries).copy(), world.batch.segments
+    broken = np.zeros(good.shape, bool)
+    for segment in segments[:2]:
+        rows, block, offset = segment.rows, segment.block_table[30 // 16], 30 % 16
+        sees = world.visible[rows, block * 16 + offset]
+        if where == "key":
+            bad[block, 1, offset, 3] = np.nan
+            broken[rows[sees], 4:] = True
+        elif where == "value":
+            bad[block, 1, offset, 3] = np.nan
+            broken[rows[sees], 4:, 3] = True
+        else:
+            head = rows[-1], 5
+            bad[head] = np.nan if where == "query" else np.inf * np.sign(world.keys[block, 1, offset])
+            broken[head] = True
+    name = "queries" if where in ("query", "infinite") else f"{where}s"
+    seen = attend_only(case, replace(world, **{name: bad}), softcap)
+    assert np.isnan(seen[broken]).all()
+    alone = segments[2].rows
+    assert np.array_equal(seen[alone], good[alone])
+    if name == "queries":
+        assert np.array_equal(seen[~broken], good[~broken])
+
+
+def test_sinks_of_another_model(case: Case) -> None:
+    world = make_world(Shape(2, 4, 32, 32, 16), [decode(20)], seed=8)
+    for count in (1, 7, 9):
+        with pytest.raises(ValueError, match=rf"sinks have shape \({count},\); expected one for each of 8"):
+            attend(case, world, sinks=np.ones(count, np.float32))
 
 
 def test_queries_that_see_nothing_give_exact_zeros(case: Case) -> None:

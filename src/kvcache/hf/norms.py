@@ -1,8 +1,9 @@
 """Root-mean-square norms of bf16 models on the CPU, in one operator instead of eight.
 
-A model has several in each layer, and written in PyTorch each reads and writes its rows eight times: what that
-costs is in docs/performance.md. Nobody tells what a norm computes but the
-norm itself, so each is asked: it must give what one of these formulas gives, for rows of many sizes, or is left alone.
+A model has several in each layer, and written in PyTorch each reads and writes its rows eight times: what that costs
+is in docs/performance.md. Nobody tells what a norm computes but the norm itself, so each is asked: it must give what
+one of these formulas gives, for rows of many sizes, or is left alone. So are norms that take more than their rows, as
+Mamba's gated ones.
 
     Llama and most others    weight * round(x / rms)
     OLMo 2, Gemma 3n         round(x / rms * weight)
@@ -11,6 +12,7 @@ norm itself, so each is asked: it must give what one of these formulas gives, fo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -74,6 +76,7 @@ def _may_be(module: nn.Module) -> bool:
         and (weight.dim(), weight.dtype, weight.device.type) == (1, torch.bfloat16, "cpu")
         and _eps(module) is not None
         and "forward" not in module.__dict__
+        and len(inspect.signature(module.forward).parameters) == 1
     )
 
 
@@ -83,22 +86,24 @@ def _eps(module: nn.Module) -> float | None:
 
 
 def _forward(
-    module: Any, rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
+    module: Any, rms_norm: Callable[[Tensor, Tensor, float, float, bool], Tensor]
 ) -> Callable[[Tensor], Tensor] | None:
     """The forward of a norm that computes one of the formulas."""
     own, eps = module.forward, _eps(module)
     assert eps is not None
-    weight = module.weight.detach().float()
+    weight: Tensor = module.weight
     # From rows that eps outweighs to large ones.
     sizes = torch.logspace(-5, 2, 16)[:, None]
     probe = (torch.randn((16, len(weight)), generator=torch.Generator().manual_seed(0)) * sizes).bfloat16()
     with torch.inference_mode():
-        expected = own(probe)
+        try:
+            expected = own(probe)
+        except Exception:
+            return None  # it wants something else than rows
         if not isinstance(expected, Tensor) or expected.dtype is not torch.bfloat16 or expected.shape != probe.shape:
             return None
-        for formula in _FORMULAS:
-            scale = weight + formula.offset
-            if _is_same(rms_norm(probe, scale, eps, formula.rounds_first), expected):
+        for offset, rounds_first in _FORMULAS:
+            if _is_same(rms_norm(probe, weight, offset, eps, rounds_first), expected):
                 break
         else:
             return None
@@ -107,7 +112,7 @@ def _forward(
         if torch.compiler.is_compiling() or x.dtype is not torch.bfloat16 or torch.is_grad_enabled() or not x.is_cpu:
             normed: Tensor = own(x)
             return normed
-        return rms_norm(x, scale, eps, formula.rounds_first)
+        return rms_norm(x, module.weight, offset, eps, rounds_first)
 
     return forward
 

@@ -126,8 +126,15 @@ class Runner:
         self._encoder = next((m for m in self.members if isinstance(m, EncoderCache)), None)
         self.model_seconds = 0.0
         self._model = ModelCall(model, layout, self.members, compile=compile)
-        self._weights = PackedLinears(model) if packs_weights else None
-        self._norms = FusedNorms(model) if packs_weights else None
+        self._weights: PackedLinears | None = None
+        self._norms: FusedNorms | None = None
+        try:
+            if packs_weights:
+                self._weights = PackedLinears(model)
+                self._norms = FusedNorms(model)
+        except BaseException:
+            self.close()
+            raise
 
     # --- running ----------------------------------------------------------------------------------------------------
 

@@ -214,10 +214,11 @@ def choose(queries: Array, keys: Stored, values: Stored) -> Kernel:
     raise ValueError(f"no kernel reads these arrays: {chosen}")
 
 
-def queries_per_head(queries: Array, keys: Stored, values: Stored) -> int:
+def queries_per_head(queries: Array, keys: Stored, values: Stored, sinks: Array | None = None) -> int:
     """How many query heads share one key/value head (G = Hq / H).
 
-    Raises `ValueError` for queries that do not fit the stored keys and values: what every `attend` checks first.
+    Raises `ValueError` for queries and sinks that do not fit the stored keys and values: what every `attend` checks
+    first.
     """
     num_heads = keys.array.shape[1]
     shape = queries.shape
@@ -227,6 +228,8 @@ def queries_per_head(queries: Array, keys: Stored, values: Stored) -> int:
             f"{values.array.shape[1]} heads of {values.head_dim}; expected queries [T,Hq,D] with the keys' D, "
             f"and Hq a multiple of their {num_heads} heads"
         )
+    if sinks is not None and tuple(sinks.shape) != (shape[1],):
+        raise ValueError(f"sinks have shape {tuple(sinks.shape)}; expected one for each of {shape[1]} query heads")
     return int(shape[1]) // int(num_heads)
 
 

@@ -3,7 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <array>
 
 #include "cpp/attend.h"
 #include "cpp/norm.h"
@@ -29,7 +32,9 @@ kv::Rows rows_of(const at::Tensor& rows) {
 at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, int64_t key_format,
                   int64_t value_format, int64_t value_dim, at::TensorList plan, int64_t block_size, double scale,
                   double softcap, const std::optional<at::Tensor>& sinks) {
-  at::Tensor output = at::empty({queries.size(0), queries.size(1), value_dim}, queries.options());
+  const bool covers_all = plan[2].numel() == queries.size(0);  // a row of no segment sees nothing
+  const std::array<int64_t, 3> shape = {queries.size(0), queries.size(1), value_dim};
+  at::Tensor output = covers_all ? at::empty(shape, queries.options()) : at::zeros(shape, queries.options());
   const int64_t* table = plan[0].data_ptr<int64_t>();
   const int32_t *blocks = plan[1].data_ptr<int32_t>(), *rows = plan[2].data_ptr<int32_t>();
   const int32_t *positions = plan[3].data_ptr<int32_t>(), *bounds = plan[4].data_ptr<int32_t>();
@@ -84,25 +89,28 @@ void shift(const at::Tensor& keys, int64_t format, int64_t dim, const at::Tensor
             int(keys.size(1)), keys.size(2), rotation);
 }
 
-// Rows of the last dimension of x, normalised; the result lies in memory as x does. weight: f32.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, bool rounds_first) {
+// Rows of the last dimension of x, normalised; the result lies in memory as x does.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset, double eps, bool rounds_first) {
   const at::Tensor from = x.is_non_overlapping_and_dense() && x.stride(-1) == 1 ? x : x.contiguous();
   const at::Tensor to = at::empty_like(from);
   const int64_t dim = from.size(-1);
   TORCH_CHECK_VALUE(dim == weight.numel(), "rows have ", dim, " values and the weight has ", weight.numel());
-  kv::normalise({weight.data_ptr<float>(), float(eps), rounds_first}, from.data_ptr(), to.data_ptr(),
-                format_of(from.scalar_type()), from.numel() / dim, int(dim));
+  const at::Tensor scale = weight.contiguous();
+  kv::normalise({scale.data_ptr(), format_of(scale.scalar_type()), float(offset), float(eps), rounds_first},
+                from.data_ptr(), to.data_ptr(), format_of(from.scalar_type()), from.numel() / dim, int(dim));
   return to;
 }
 
-// Whether matrix products of many bf16 rows go through brgemm; false when this CPU or this PyTorch has none.
-bool set_brgemm(bool on) {
+// Whether matrix products of many bf16 rows go through brgemm.
+bool uses_brgemm() { return kv::use_brgemm; }
+
+// Builds without bf16 products have no use for it, and stay without.
+void set_brgemm(bool on) {
 #if defined(KV_BF16)
   kv::use_brgemm = on;
 #else
   (void)on;
 #endif
-  return kv::use_brgemm;
 }
 
 std::string isa() {
@@ -121,6 +129,7 @@ std::string isa() {
 
 TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("isa", isa);
+  library.def("uses_brgemm", uses_brgemm);
   library.def("set_brgemm", set_brgemm);
   library.def(
       "attend(Tensor queries, Tensor keys, Tensor values, int key_format, int value_format, int value_dim, "
@@ -134,5 +143,5 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
       "shift(Tensor(a!) keys, int format, int dim, Tensor slots, Tensor offsets, Tensor inv_freq, int begin, "
       "bool interleaved) -> ()",
       shift);
-  library.def("rms_norm(Tensor x, Tensor weight, float eps, bool rounds_first) -> Tensor", rms_norm);
+  library.def("rms_norm(Tensor x, Tensor weight, float offset, float eps, bool rounds_first) -> Tensor", rms_norm);
 }

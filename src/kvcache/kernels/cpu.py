@@ -87,7 +87,7 @@ class CpuKernel(Kernel, Writer):
         sinks: Array | None = None,
     ) -> Array:
         """See `Kernel.attend`. Cost: one pass over the visible rows, at the speed of memory when queries are few."""
-        queries_per_head(queries, keys, values)
+        queries_per_head(queries, keys, values, sinks)
         plan = self._plans.get(batch)
         if plan is None:
             plan = self._plans[batch] = _plan(batch)
@@ -126,6 +126,11 @@ class CpuKernel(Kernel, Writer):
 
         Raises `ValueError` when shapes do not fit, for slots outside the storage, and where there is no kernel.
         """
+        if keys.array.shape[:3] != values.array.shape[:3]:
+            raise ValueError(
+                f"keys are stored as {tuple(keys.array.shape)} and values as {tuple(values.array.shape)}; expected the "
+                f"same blocks, heads and block size"
+            )
         for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
             expected = (len(slots), stored.array.shape[1], stored.head_dim)
             if tuple(rows.shape) != expected or rows.dtype not in _DTYPES:
@@ -199,13 +204,18 @@ def _plan(batch: AttentionBatch) -> _Plan:
         at = -1 if segment.positions is None else num_padded
         table.append([num_blocks, segment.num_slots, segment.first_position, at, num_rows, len(segment.rows)])
         needed = -(-segment.num_slots // batch.block_size)
-        if len(segment.block_table) < needed or (len(segment.rows) and segment.rows.max() >= len(batch.query_ends)):
+        named, own = segment.block_table[:needed], segment.rows
+        if (
+            len(named) < needed
+            or (needed and named.min() < 0)
+            or (len(own) and (own.min() < 0 or own.max() >= len(batch.query_ends)))
+        ):
             raise ValueError(
-                f"a segment of {segment.num_slots} slots has {len(segment.block_table)} blocks of {batch.block_size}, "
-                f"and rows {segment.rows} of {len(batch.query_ends)}; expected {needed} blocks and rows of the batch"
+                f"a segment of {segment.num_slots} slots has the blocks {segment.block_table} of {batch.block_size}, "
+                f"and rows {own} of {len(batch.query_ends)}; expected {needed} blocks and rows of the batch"
             )
-        blocks.append(segment.block_table[:needed])
-        num_blocks += len(blocks[-1])
+        blocks.append(named)
+        num_blocks += needed
         rows.append(_ordered(segment.rows, batch))
         num_rows += len(segment.rows)
         if segment.positions is not None:

@@ -15,6 +15,7 @@
 // (Longer than 300 lines: it is one class, read from top to bottom.)
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -65,7 +66,8 @@ class Attention {
               problem.keys.dim,
               problem.values.dim,
               problem.scale,
-              problem.softcap} {}
+              problem.softcap,
+              use_brgemm && at::globalContext().userEnabledMkldnn()} {}
 
   void run() {
     const int threads = at::get_num_threads();
@@ -74,7 +76,7 @@ class Attention {
     at::parallel_for(0, std::min<int64_t>(threads, int64_t(items.size())), 1, [&](int64_t, int64_t) {
       thread_local Scratch scratch;
       for (int64_t i; (i = next.fetch_add(1)) < int64_t(items.size());) run_item(items[size_t(i)], scratch);
-      if (use_brgemm) at::native::cpublas::brgemm_release();
+      if (shape.brgemm) at::native::cpublas::brgemm_release();
     });
   }
 
@@ -289,8 +291,7 @@ class Attention {
       std::fill_n(out, width, 0.0f);
       for (int64_t c = 0; c < task.num_chunks; c++) {
         const int64_t row = task.partial_row + c * rows + r;
-        if (partial_m[size_t(row)] == NOTHING) continue;
-        const float weight = exp2(splat(partial_m[size_t(row)] - m))[0];
+        const float weight = partial_m[size_t(row)] == m ? 1.0f : exp2(splat(partial_m[size_t(row)] - m))[0];
         const float* from = partial_output.get() + row * width;
         for (int64_t i = 0; i < width; i++) out[i] += weight * from[i];
         l += weight * partial_l[size_t(row)];
@@ -310,10 +311,10 @@ class Attention {
       float l = s.l.at[r], factor = 1.0f;
       if (p.sinks != nullptr) {
         const float sink = p.sinks[head] * LOG2E, top = std::max(s.m.at[r], sink);
-        factor = exp2(splat(s.m.at[r] - top))[0];
-        l = l * factor + exp2(splat(sink - top))[0];
+        factor = s.m.at[r] == top ? 1.0f : exp2(splat(s.m.at[r] - top))[0];
+        l = l * factor + (sink == NOTHING ? 0.0f : exp2(splat(sink - top))[0]);
       }
-      factor = l > 0.0f ? factor / l : 0.0f;
+      factor = l == 0.0f ? 0.0f : factor / l;  // NaN stays
       const float* from = s.output.at + size_t(r) * width;
       for (int c = 0; c < width; c++) values[order[c] < 0 ? MAX_DIM : order[c]] = from[c] * factor;
       const int64_t to = segment.rows[task.query_begin + r % rows_of_head(task) / p.group] * p.output.row_stride +

@@ -105,12 +105,14 @@ inline float inverse_or_zero(float scale) {
 }
 
 inline float largest_size(const float* x) {
-  vf largest = splat(0.0f);
+  vi largest = {};
   for (int i = 0; i < GROUP; i += LANES) {
-    const vf v = load<vf>(x + i);
-    largest = maximum(maximum(v, -v), largest);  // a NaN on the left is passed over
+    const vi size = load<vi>(x + i) & 0x7fffffff;
+    largest = size > largest ? size : largest;  // as integers a NaN is larger than everything
   }
-  return maximum_of(largest);
+  int32_t best = largest[0];
+  for (int i = 1; i < LANES; i++) best = std::max(best, largest[i]);
+  return bits<float>(best > 0x7f800000 ? 0x7fc00000 : best);  // a NaN without a payload, as arithmetic makes
 }
 
 inline void encode_group_q8(const float* x, uint8_t* quants, uint8_t* scale_out) {
@@ -141,9 +143,11 @@ inline void encode_group_q4(const float* x, uint8_t* quants, uint8_t* scale_out)
   const float size = largest_size(x);
 #if defined(KV_AVX512)
   const __m512 v[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
-  uint32_t largest = 1u << 31;  // where none is: a group of NaN
-  for (int i = 0; i < 2; i++)
-    largest |= uint32_t(_mm512_cmp_ps_mask(_mm512_abs_ps(v[i]), _mm512_set1_ps(size), _CMP_EQ_OQ)) << (16 * i);
+  uint32_t largest = 0;  // or NaN, of which one is enough
+  for (int i = 0; i < 2; i++) {
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(v[i], v[i], _CMP_UNORD_Q);
+    largest |= uint32_t(is_nan | _mm512_cmp_ps_mask(_mm512_abs_ps(v[i]), _mm512_set1_ps(size), _CMP_EQ_OQ)) << (16 * i);
+  }
   const float step = x[__builtin_ctz(largest)] / -8.0f;
   const __m512 inverse = _mm512_set1_ps(inverse_or_zero(step));
   __m512i code[2];
@@ -158,7 +162,7 @@ inline void encode_group_q4(const float* x, uint8_t* quants, uint8_t* scale_out)
 #endif
   float scaled[GROUP];
   int extreme = 0;
-  while (extreme < GROUP - 1 && std::abs(x[extreme]) != size) extreme++;
+  while (extreme < GROUP - 1 && std::abs(x[extreme]) != size && x[extreme] == x[extreme]) extreme++;
   const float scale = x[extreme] / -8.0f;
   multiply_group(x, inverse_or_zero(scale), scaled);
   uint8_t codes[GROUP];

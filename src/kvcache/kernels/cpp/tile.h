@@ -232,6 +232,7 @@ struct Shape {
   Reader keys, values;
   int key_dim, value_dim;
   float scale, softcap;  // softcap 0: none
+  bool brgemm;           // whether to use it for many rows
 
   bool scores_direct(int rows) const { return rows <= DIRECT_MOST && keys.score_direct[0] != nullptr; }
   bool scores_fixed(int rows) const { return rows <= FIXED_MOST && keys.pack_query != nullptr; }
@@ -243,7 +244,17 @@ struct Shape {
 // is that of our bf16 tiles. On by `set_brgemm`, which cpu_build.py calls where the CPU has AMX; elsewhere the register
 // blocks of gemm.h are faster.
 inline bool use_brgemm = false;
-constexpr int BRGEMM_ROWS = 32;  // fewer do not pay for its setup
+constexpr int BRGEMM_MOST = 256;  // rows at a time, and
+constexpr int BRGEMM_ROWS = 32;   // fewer than this do not pay for its setup
+
+// Calls `f` with the beginning and the number of rows of each block for brgemm, and returns where the rest begins. oneDNN
+// compiles a product for each number of rows and keeps it, in each thread: there are four numbers.
+template <class F>
+KV_INLINE int for_brgemm_rows(int begin, int end, F&& f) {
+  for (int rows = BRGEMM_MOST; rows >= BRGEMM_ROWS; rows /= 2)
+    for (; end - begin >= rows; begin += rows) f(begin, rows);
+  return begin;
+}
 
 inline void multiply_amx(int rows, int columns, int depth, int stride_a, int stride_b, bool add, const void* a, const void* b,
                          float* c) {
@@ -254,10 +265,12 @@ inline void multiply_amx(int rows, int columns, int depth, int stride_a, int str
 // scores[r] = q[base + r] . keys for the rows [begin, end) of one head, whose rows begin at `base`.
 inline void score_packed(const Shape& shape, const Scratch& s, int base, int begin, int end, Ahead& ahead) {
   const int dim = shape.key_dim;
-  if (use_brgemm && shape.keys.bf16 && !shape.keys.scaled && end - begin >= BRGEMM_ROWS)
-    return multiply_amx(end - begin, TILE, dim, dim, TILE, false,
-                        reinterpret_cast<const uint16_t*>(s.queries.at) + size_t(base + begin) * dim, s.tile.at,
-                        s.scores.at + size_t(begin) * TILE);
+  if (shape.brgemm && shape.keys.bf16 && !shape.keys.scaled)
+    begin = for_brgemm_rows(begin, end, [&](int row, int rows) {
+      multiply_amx(rows, TILE, dim, dim, TILE, false,
+                   reinterpret_cast<const uint16_t*>(s.queries.at) + size_t(base + row) * dim, s.tile.at,
+                   s.scores.at + size_t(row) * TILE);
+    });
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
     float* out = s.scores.at + size_t(row) * TILE;
@@ -280,14 +293,15 @@ inline void score_packed(const Shape& shape, const Scratch& s, int base, int beg
 inline void mix_packed(const Shape& shape, const Scratch& s, int base, int begin, int end, int num_rows, int slots,
                        Ahead& ahead) {
   const int columns = shape.values.width;
-  if (use_brgemm && shape.values.bf16 && !shape.values.scaled && end - begin >= BRGEMM_ROWS) {
-    float* out = s.output.at + size_t(base + begin) * columns;
-    for (int r = begin; r < end; r++)
-      if (s.correction.at[r] != 1.0f)
-        for (int c = 0; c < columns; c++) out[size_t(r - begin) * columns + c] *= s.correction.at[r];
-    return multiply_amx(end - begin, columns, slots, TILE, columns, true,
-                        reinterpret_cast<const uint16_t*>(s.weights.at) + size_t(begin) * TILE, s.tile.at, out);
-  }
+  if (shape.brgemm && shape.values.bf16 && !shape.values.scaled)
+    begin = for_brgemm_rows(begin, end, [&](int row, int rows) {
+      float* out = s.output.at + size_t(base + row) * columns;
+      for (int r = 0; r < rows; r++)
+        if (s.correction.at[row + r] != 1.0f)
+          for (int c = 0; c < columns; c++) out[size_t(r) * columns + c] *= s.correction.at[row + r];
+      multiply_amx(rows, columns, slots, TILE, columns, true,
+                   reinterpret_cast<const uint16_t*>(s.weights.at) + size_t(row) * TILE, s.tile.at, out);
+    });
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
     float* out = s.output.at + size_t(base + row) * columns;
@@ -330,7 +344,7 @@ void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, fl
         const vi position = load<vi>(tile.positions + v * LANES);
         x = (position >= begin) & (position < end) ? x : splat(NOTHING);
       }
-      highest[r] = maximum(highest[r], x);
+      highest[r] = maximum(x, highest[r]);  // passes NaN over: its weight tells
     }
   }
 #pragma GCC unroll 4

@@ -79,7 +79,7 @@ KV_INLINE vf splat(float x) {
 
 KV_INLINE vu splat_u(uint32_t x) { return bits<vu>(splat(bits<float>(x))); }
 
-KV_INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }
+KV_INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }  // where one is NaN: b
 KV_INLINE vf minimum(vf a, vf b) { return a < b ? a : b; }
 
 KV_INLINE float sum(vf v) {
@@ -104,11 +104,11 @@ KV_INLINE float maximum_of(vf v) {
 
 KV_INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 
-// 2^x, relative error 1e-7 or so; exactly 0 below 2^-126, so that a masked score (-inf) adds nothing. x <= 127.
+// 2^x, relative error 1e-7 or so; exactly 0 below 2^-126, so that a masked score (-inf) adds nothing; NaN of NaN. x <= 127.
 // Cephes' exp2f scheme: split into integer and fraction in [-0.5, 0.5], minimax polynomial of the fraction.
 KV_INLINE vf exp2(vf x) {
   const vf low = splat(-126.0f);
-  const vf clamped = maximum(x, low);
+  const vf clamped = maximum(low, x);  // NaN stays
 #if defined(KV_AVX512)
   const vf whole = (vf)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
@@ -126,11 +126,12 @@ KV_INLINE vf exp2(vf x) {
   p = p * f + splat(1.0f);
 #if defined(KV_AVX512)
   const vf scaled = (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
-  return (vf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GE_OQ), (__m512)scaled);
+  return (vf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ), (__m512)scaled);
 #else
   const vi exponent = (bits<vi>(biased) - bits<vi>(magic)) << 23;
   const vf scaled = bits<vf>(bits<vi>(p) + exponent);
-  return bits<vf>(bits<vi>(scaled) & (vi)(x >= low));
+  const vf found = bits<vf>(bits<vi>(scaled) & (vi)(x >= low));
+  return x == x ? found : x;
 #endif
 }
 
@@ -146,7 +147,7 @@ KV_INLINE vf tanh(vf x) {
   const vf e = exp2(minimum(size, splat(10.0f)) * splat(2.885390081777927f));  // e^(2|x|); tanh(10) is 1 in f32
   const vf large = splat(1.0f) - splat(2.0f) / (e + splat(1.0f));
   const vf signed_large = bits<vf>(bits<vu>(large) | (bits<vu>(x) & splat_u(0x80000000u)));
-  return size < splat(0.625f) ? small : signed_large;
+  return size >= splat(0.625f) ? signed_large : small;  // NaN is small
 }
 
 // f32 of f16 bit patterns that stand in the low halves of the lanes (the high halves are zero).
