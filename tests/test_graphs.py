@@ -59,21 +59,36 @@ class Tape(TorchDispatchMode):
 
 
 class _Launches:
-    """The device code, whose launches are kept and not made, as while a graph is captured."""
+    """The device code, whose launches are made and noted; with a tape kept and not made, as while one is captured.
 
-    def __init__(self, library: Any, tape: Tape) -> None:
+    What a launch is compiled for (its name and options) must have been launched before: loading code is refused by CUDA
+    while a graph is captured.
+    """
+
+    def __init__(self, library: Any, tape: Tape | None = None) -> None:
         self._library = library
         self._tape = tape
+        self.loaded: set[Any] = set() if tape is None else library.loaded
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._library, name)
         if not name.endswith(("_items", "_rows")):
             return function
-        tape = self._tape
+        tape, loaded = self._tape, self.loaded
+
+        def launch(grid: tuple[int, ...], given: Any, options: dict[str, Any]) -> None:
+            code = (name, *sorted((key, str(value)) for key, value in options.items()))
+            if tape is None:
+                loaded.add(code)
+                function[grid](*given, **options)
+            elif code not in loaded:
+                raise RuntimeError(f"operation not permitted when stream is capturing: {name} is not loaded")
+            else:
+                tape.calls.append(lambda: function[grid](*given, **options))
 
         class Launcher:
             def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-                return lambda *given, **options: tape.calls.append(lambda: function[grid](*given, **options))
+                return lambda *given, **options: launch(grid, given, options)
 
         return Launcher()
 
@@ -83,6 +98,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
     """The graphs that are made: CUDA's where there is a GPU, else tapes on the CPU, in Triton's interpreter."""
     made: list[Captured] = []
     real = graphs.CAPTURES["cuda"]
+    if IS_INTERPRETED:
+        library = _Launches(triton_kernel._device_code())
+        monkeypatch.setattr(triton_kernel, "_device_code", lambda: library)
 
     def capture(call: Callable[[], Tensor], pool: Any) -> Captured:
         if not IS_INTERPRETED:
@@ -148,7 +166,7 @@ def test_one_graph_serves_steps_of_fewer_sequences_and_longer_contexts(made: lis
     model = FAMILIES["llama"].build().to(DEVICE)
     with Runner(model, capacity=256, max_sequences=4, dtype="f32") as runner, torch.inference_mode():
         runner.forward([Work(i, 0, [3 + i, 7, 9]) for i in range(4)])
-        for position, count in ((3, 4), (4, 3), (5, 4), (20, 1)):
+        for position, count in ((3, 4), (4, 3), (5, 3), (20, 1)):
             works = [Work(i, position, [11 + i]) for i in range(count)]
             kept = runner.forward(works).clone()
             for i in range(count):
@@ -156,7 +174,7 @@ def test_one_graph_serves_steps_of_fewer_sequences_and_longer_contexts(made: lis
             runner._model._graphs, own = None, runner._model._graphs
             torch.testing.assert_close(kept, runner.forward(works), rtol=1e-5, atol=1e-5)
             runner._model._graphs = own
-        assert own is not None and len(own) == len(made) == 2  # 4 rows of 16 slots; 1 row of 32
+        assert own is not None and len(own) == len(made) == 2  # 4 rows in order; 1 row with a gap
 
 
 def test_a_model_that_waits_for_the_device_runs_as_before(
@@ -174,6 +192,42 @@ def test_a_model_that_waits_for_the_device_runs_as_before(
     assert torch.equal(first, again) and not made
     assert "decode steps are not captured in CUDA graphs: " in caplog.text
     assert "and more" not in caplog.text  # one line is enough
+
+
+def test_a_size_without_memory_runs_as_before_and_others_are_captured(
+    made: list[Captured], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    capture, failures = graphs.CAPTURES[DEVICE], [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def short_of_memory(*given: Any) -> Captured:
+        if failures:
+            raise failures.pop()
+        return capture(*given)
+
+    monkeypatch.setitem(graphs.CAPTURES, DEVICE, short_of_memory)
+    with Runner(FAMILIES["llama"].build().to(DEVICE), capacity=64, max_sequences=2, dtype="f32") as runner:
+        for sequence in range(2):
+            runner.forward([Work(sequence, 0, [3, 1])])
+        first = runner.forward([Work(0, 2, [4])])
+        runner.cache.remove(0, 2)
+        assert torch.equal(first, runner.forward([Work(0, 2, [4])])) and not made
+        runner.forward([Work(0, 3, [4]), Work(1, 2, [4])])
+    assert len(made) == 1
+    assert "no memory to capture decode steps of" in caplog.text
+
+
+def test_sequences_out_of_order_have_graphs_of_their_own(made: list[Captured]) -> None:
+    with Runner(FAMILIES["llama"].build().to(DEVICE), capacity=64, max_sequences=2, dtype="f32") as runner:
+        for sequence in range(2):
+            runner.forward([Work(sequence, 0, [3, 1, 4, 1, 5])])
+        runner.forward([Work(0, 5, [9])])
+        runner.cache.remove(0, 1, 2)  # leaves a hole
+        first = runner.forward([Work(0, 5, [7])])
+        assert len(made) == 2
+        runner.cache.remove(0, 5)
+        assert torch.equal(first, runner.forward([Work(0, 5, [7])]))  # replayed
+        runner.forward([Work(1, 5, [9])])
+        assert len(made) == 2
 
 
 def test_other_kernels_are_left_alone(made: list[Captured], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ def test_one_capture_serves_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     queries = torch.zeros(4, 4, 32, dtype=torch.bfloat16, device=DEVICE)
     sinks = torch.ones(4, device=DEVICE)
     out = torch.empty_like(queries)
-    room = Room(decode_sizes(geometry_of(queries, keys, values), 16, 4, 700, irregular=True), DEVICE)
+    room = Room(decode_sizes(geometry_of(queries, keys, values), 16, 4, 700, is_irregular=True), DEVICE)
     kernel = TritonKernel()
     for world in worlds:
         for part, filled in zip((keys, values), both(world, names), strict=True):
@@ -343,17 +343,24 @@ def test_rooms_that_are_too_small_say_so() -> None:
     world = make_world(Shape(2, 1), [decode(9), decode(30)], seed=1)
     queries, (keys, values) = array(BACKEND, world.queries), both(world, ("f32", "f32"))
     geometry = geometry_of(queries, keys, values)
-    sizes = decode_sizes(geometry, 4, num_sequences=1, max_slots=30)
+    sizes = decode_sizes(geometry, 4, num_sequences=1, max_slots=30, is_irregular=False)
     with pytest.raises(ValueError, match=r"the room has Sizes\(decode_items=\d+, .* make a larger one"):
         TritonKernel().plan(world.batch, queries.device, geometry, Room(sizes, DEVICE))
-    room = Room(decode_sizes(geometry, 4, num_sequences=2, max_slots=30), DEVICE)
+    room = Room(decode_sizes(geometry, 4, num_sequences=2, max_slots=30, is_irregular=False), DEVICE)
     fewer = replace_segments(world.batch, list(world.batch.segments[1:]))
     with pytest.raises(ValueError, match="1 of 2 rows belong to a segment"):
         TritonKernel().plan(fewer, queries.device, geometry, room)
-    assert decode_sizes(geometry, 4, 2, 30, irregular=True).positions == 60
+    assert decode_sizes(geometry, 4, 2, 30, is_irregular=True).positions == 60
     assert isinstance(sizes, Sizes) and sizes.prefill_items == 0
-    with pytest.raises(ValueError, match="more is a prefill"):
-        decode_sizes(geometry, 4, 2, 30, num_rows=17)
+
+
+def test_partial_results_take_what_their_rows_need() -> None:
+    """A decode has one row in each part, whatever a tile could hold."""
+    world = make_world(Shape(8, 4, 32, 32, 16), [decode(2000), decode(600), prefill(900, 3)], seed=1)
+    queries, (keys, values) = array(BACKEND, world.queries), both(world, ("f32", "f32"))
+    plan = TritonKernel().plan(world.batch, queries.device, geometry_of(queries, keys, values))
+    items = plan.decode.cpu().numpy()
+    assert plan.num_partials == int(items[items[:, 12] >= 0, 1].sum())
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

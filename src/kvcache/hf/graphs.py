@@ -1,16 +1,19 @@
 """Decode steps as CUDA graphs: a step that the host would launch operator by operator is captured once and replayed.
 
-    1st step of 3 sequences     rows padded to 4, run as it is (what must be compiled is), then captured
+    1st step of 3 sequences     rows padded to 4, run as it is, again as it will be captured (what must be compiled
+                                and loaded is by then), and captured
     later steps of 3 or 4       tokens, positions, slots and plans are written where the graph reads them; replay
 
 A graph repeats its launches with their addresses and sizes, so everything that differs between steps lies in memory
 that stays: tokens, positions and slots in one tensor (one copy), plans in a `Planner`'s rooms (one copy for each member
-of the cache). Rows are padded to a power of two, and contexts too: a graph serves all steps up to both. Rows of nobody
-see nothing and are stored nowhere.
+of the cache). Rows are padded to a power of two, and contexts too: a graph serves all steps up to both. Sequences whose
+slots are out of order have graphs of their own, because their positions take room. Rows of nobody see nothing and are
+stored nowhere.
 
 A model that cannot be captured (it waits for the device, as routing of some experts does) runs as before, and the log
-says why. State of the evidence: captures and replays are tested on the CPU, where a tape of all operators and launches
-stands in for the graph and the kernels run in Triton's interpreter. No GPU was at hand.
+says why; so does a size for which there is no memory. State of the evidence: captures and replays are tested on the
+CPU, where a tape of all operators and launches stands in for the graph and the kernels run in Triton's interpreter. No
+GPU was at hand.
 """
 
 from __future__ import annotations
@@ -35,6 +38,14 @@ MIN_SLOTS = 1024
 _log = logging.getLogger("kvcache")
 
 
+class _Size(NamedTuple):
+    """What a graph serves: rows, contexts of at most `max_slots` slots in each member, in order or not."""
+
+    num_rows: int
+    max_slots: int
+    is_irregular: bool
+
+
 class Captured(NamedTuple):
     """A graph: `replay` fills `logits` again, from what its inputs hold by then."""
 
@@ -55,11 +66,11 @@ CAPTURES: dict[str, Callable[[Callable[[], Tensor], Any], Captured]] = {"cuda": 
 
 @final
 class _Step:
-    """One graph and what it reads: `num_rows` rows, of contexts of at most `max_slots` slots in each member."""
+    """One graph and what it reads."""
 
-    def __init__(self, num_rows: int, max_slots: int, num_members: int, device: torch.device) -> None:
-        self.max_slots = max_slots
-        self._inputs = torch.zeros((2 + num_members, num_rows), dtype=torch.int64, device=device)
+    def __init__(self, size: _Size, num_members: int, device: torch.device) -> None:
+        self.size = size
+        self._inputs = torch.zeros((2 + num_members, size.num_rows), dtype=torch.int64, device=device)
         self.tokens, self.positions = self._inputs[0], self._inputs[1]
         self.slots = list(self._inputs[2:])
         self.rooms: list[Rooms] = []
@@ -86,7 +97,8 @@ class DecodeGraphs:
         self._members = members
         self._device = device
         self._call = call
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._steps: dict[_Size, _Step] = {}
+        self._too_large: set[_Size] = set()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._refusal: str | None = None
 
@@ -98,18 +110,19 @@ class DecodeGraphs:
 
         `None`, and nothing has changed, when the model cannot be captured or another kernel reads the cache.
         """
-        planner = self._planner()
-        if planner is None:
+        planner, size = self._planner(), self._size(batch)
+        if planner is None or size in self._too_large:
             return None
-        step = self._step(batch)
-        num_rows = len(step.tokens)
-        padded = [member.pad_forward(num_rows, slots) for member, slots in zip(self._members, step.slots, strict=True)]
+        step = self._steps.get(size) or _Step(size, len(self._members), self._device)
+        padded = [
+            member.pad_forward(size.num_rows, slots) for member, slots in zip(self._members, step.slots, strict=True)
+        ]
         step.fill(tokens, batch.positions, [each.slots for each in padded])
+        passes = [each.attention for each in padded]
         if step.captured is None:
             logits = self._call(batch, step.tokens, step.positions)
-            self._capture(planner, step, batch, [each.attention for each in padded])
-            return logits[: len(tokens)]
-        _replan(planner, step, [each.attention for each in padded])
+            return self._capture(planner, step, batch, passes, logits)[: len(tokens)]
+        _replan(planner, step, passes)
         step.captured.replay()
         return step.captured.logits[: len(tokens)].clone()  # the next replay writes there
 
@@ -127,27 +140,36 @@ class DecodeGraphs:
         planner = found.pop() if len(found) == 1 else None
         return planner if isinstance(planner, Planner) else None
 
-    def _step(self, batch: Batch) -> _Step:
-        longest = max(
-            member.tables.sequences[sequence].num_slots for member in self._members for sequence in batch.sequences
+    def _size(self, batch: Batch) -> _Size:
+        tables = [member.tables.sequences[sequence] for member in self._members for sequence in batch.sequences]
+        longest = max(table.num_slots for table in tables)
+        return _Size(
+            1 << (len(batch) - 1).bit_length(),
+            max(MIN_SLOTS, 1 << (longest - 1).bit_length()),
+            not all(table.is_dense for table in tables),
         )
-        num_rows, max_slots = 1 << (len(batch) - 1).bit_length(), max(MIN_SLOTS, 1 << (longest - 1).bit_length())
-        found = self._steps.get((num_rows, max_slots))
-        return found or _Step(num_rows, max_slots, len(self._members), self._device)
 
-    def _capture(self, planner: Planner, step: _Step, batch: Batch, passes: Sequence[kernels.AttentionBatch]) -> None:
-        """Capture the step that has just run, or say why not and leave it at that."""
-        step.rooms = [planner.rooms(each, step.max_slots) for each in passes]
-        _replan(planner, step, passes)
-        capture = CAPTURES[self._device.type]
+    def _capture(
+        self, planner: Planner, step: _Step, batch: Batch, passes: Sequence[kernels.AttentionBatch], logits: Tensor
+    ) -> Tensor:
+        """Capture the step that has just run and given `logits`, or say why not; the step's logits."""
         try:
+            step.rooms = [planner.rooms(each, step.size.max_slots) for each in passes]
+            _replan(planner, step, passes)
+            # Once more with the rooms: a launch that was not made before would load code, which no capture may.
+            logits = self._call(batch, step.tokens, step.positions)
+            capture = CAPTURES[self._device.type]
             step.captured = capture(lambda: self._call(batch, step.tokens, step.positions), self._pool)
+        except torch.OutOfMemoryError:
+            self._too_large.add(step.size)
+            _log.warning("there is no memory to capture decode steps of %s; they run uncaptured", step.size)
         except RuntimeError as error:
             self._refusal = str(error).splitlines()[0]
-            _log.info("decode steps are not captured in CUDA graphs: %s", self._refusal)
-            return
-        step.kept = (batch, passes)
-        self._steps[len(step.tokens), step.max_slots] = step
+            _log.warning("decode steps are not captured in CUDA graphs: %s", self._refusal)
+        else:
+            step.kept = (batch, passes)
+            self._steps[step.size] = step
+        return logits
 
 
 def _replan(planner: Planner, step: _Step, passes: Sequence[kernels.AttentionBatch]) -> None:

@@ -168,7 +168,8 @@ class Planner(ABC):
     def rooms(self, batch: AttentionBatch, max_slots: int) -> Rooms:
         """Memory for passes of as many sequences of one token as this one, of `max_slots` slots each.
 
-        For the shapes of all layers that have attended this batch by now. Empty when this kernel has read none.
+        Their slots may be out of order if those of this pass are. For the shapes of all layers that have attended this
+        batch by now; empty when this kernel has read none.
         """
 
     @abstractmethod

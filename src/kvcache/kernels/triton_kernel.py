@@ -128,9 +128,11 @@ class TritonKernel(Kernel, Planner, Writer):
 
     def rooms(self, batch: AttentionBatch, max_slots: int) -> Rooms:
         """See `Planner.rooms`; by device and geometry."""
-        count = len(batch.query_ends)
+        count, is_irregular = len(batch.query_ends), any(s.positions is not None for s in batch.segments)
         return {
-            (device, geometry): Room(decode_sizes(geometry, batch.block_size, count, max_slots, irregular=True), device)
+            (device, geometry): Room(
+                decode_sizes(geometry, batch.block_size, count, max_slots, is_irregular=is_irregular), device
+            )
             for device, geometry in self._plans.get(batch, {})
         }
 
@@ -156,7 +158,9 @@ class TritonKernel(Kernel, Planner, Writer):
         new_keys: Array,
         new_values: Array,
     ) -> None:
-        """See `Writer.put`: one launch, bit for bit what formats' `encode` gives. Rows of f32, f16 or bf16.
+        """See `Writer.put`: a copy of the slots and one launch, bit for bit what formats' `encode` gives.
+
+        Rows of f32, f16 or bf16.
 
         A negative slot is skipped. Slots that are int64 on the device already can be in a CUDA graph; they are not
         checked then. Raises `ValueError` when shapes do not fit, for slots outside the storage, and for arrays that the

@@ -147,29 +147,21 @@ def decode_sizes(
     num_sequences: int,
     max_slots: int,
     *,
-    num_rows: int = 1,
-    irregular: bool = False,
+    is_irregular: bool,
 ) -> Sizes:
-    """Room for any decode of so many sequences, of `num_rows` new tokens and at most `max_slots` slots each.
+    """Room for any decode of so many sequences, of one token and at most `max_slots` slots each.
 
-    irregular: whether sequences may have gaps or slots out of order (then their positions need room too).
+    is_irregular: whether they may have gaps or slots out of order (then their positions need room too).
     """
-    tiling = geometry.decode
-    if num_rows * geometry.chunk > tiling.block_m:
-        raise ValueError(
-            f"num_rows is {num_rows}; expected at most {tiling.block_m // geometry.chunk} for groups of "
-            f"{geometry.chunk} query heads: more is a prefill, whose sizes differ from pass to pass"
-        )
     parts = max(1, min(MAX_PROGRAMS // geometry.num_programs, -(-max_slots // MIN_PART) + 1))
-    items = num_sequences * num_rows * parts  # at worst no two rows see the same slots
     return Sizes(
-        decode_items=items,
+        decode_items=num_sequences * parts,
         prefill_items=0,
-        merges=num_sequences * num_rows,
-        rows=num_sequences * num_rows,
+        merges=num_sequences,
+        rows=num_sequences,
         blocks=num_sequences * (-(-max_slots // block_size) + 1),
-        positions=num_sequences * max_slots if irregular else 0,
-        partials=items * (tiling.block_m // geometry.chunk),
+        positions=num_sequences * max_slots if is_irregular else 0,
+        partials=num_sequences * parts,
     )
 
 
@@ -363,7 +355,7 @@ class _Items(NamedTuple):
 
 def _items(tiles: NDArray[Any], tiling: Tiling, geometry: Geometry, rows: Int32, num_partials: int) -> _Items:
     """Tiles cut into parts, the longest first (they would be waited for); `num_partials` are taken already."""
-    step, room = tiling.block_n, tiling.block_m // geometry.chunk
+    step, num_rows = tiling.block_n, tiles["num_rows"]
     lo, hi = tiles["lo"] // step * step, tiles["hi"]
     full_lo, full_hi = -(-tiles["full_lo"] // step) * step, tiles["full_hi"] // step * step
     has_full = full_lo < full_hi
@@ -376,32 +368,30 @@ def _items(tiles: NDArray[Any], tiling: Tiling, geometry: Geometry, rows: Int32,
     length = np.maximum(-(-steps // parts), 1)
     parts = np.maximum(-(-steps // length), 1)
 
-    taken = np.where(parts > 1, parts * room, 0)
+    taken = np.where(parts > 1, parts * num_rows, 0)
     first_partial = num_partials + np.cumsum(taken) - taken
     tile = np.repeat(np.arange(len(tiles)), parts)
     part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
     begin = lo[tile] + part * (length * step)[tile]
     end = np.minimum(begin + (length * step)[tile], hi[tile])
     items = np.zeros((len(tile), ITEM), np.int32)
-    columns = (tiles["rows_at"][tile], tiles["num_rows"][tile], begin, full_lo[tile], full_hi[tile], end)
+    columns = (tiles["rows_at"][tile], num_rows[tile], begin, full_lo[tile], full_hi[tile], end)
     for column, numbers in enumerate(columns):
         items[:, column] = numbers
     items[:, 3:5] = np.clip(items[:, 3:5], begin[:, None], end[:, None])
     fields = ("seen_begin", "seen_end", "table_at", "positions_at", "is_irregular", "first_position")
     for column, name in enumerate(fields, start=len(columns)):
         items[:, column] = tiles[name][tile]
-    items[:, 12] = np.where(parts[tile] > 1, first_partial[tile] + part * room, -1)
+    items[:, 12] = np.where(parts[tile] > 1, first_partial[tile] + part * num_rows[tile], -1)
 
     split = np.flatnonzero(parts > 1)
-    owner = np.repeat(split, tiles["num_rows"][split])
-    inside = np.arange(len(owner)) - np.repeat(
-        np.cumsum(tiles["num_rows"][split]) - tiles["num_rows"][split], tiles["num_rows"][split]
-    )
+    owner = np.repeat(split, num_rows[split])
+    inside = np.arange(len(owner)) - np.repeat(np.cumsum(num_rows[split]) - num_rows[split], num_rows[split])
     merges = np.empty((len(owner), MERGE), np.int32)
     merges[:, 0] = rows[tiles["rows_at"][owner] + inside]
     merges[:, 1] = first_partial[owner] + inside
     merges[:, 2] = parts[owner]
-    merges[:, 3] = room
+    merges[:, 3] = num_rows[owner]
     return _Items(items[np.argsort(begin - end, kind="stable")], merges, num_partials + int(taken.sum()))
 
 
