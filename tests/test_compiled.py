@@ -1,5 +1,5 @@
 """`compile=True`: the same logits from compiled loops, and refusals by name. Compiling is slow, so one model is enough
-here; the families that can be compiled were compared by hand, see docs/performance.md.
+here.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def made(kind: Any, dim: int = 96, eps: float = 1e-6) -> torch.nn.Module:
     return norm.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("isa", ["native", "avx2", "scalar"])
+@pytest.mark.parametrize("isa", ["native", "avx512", "avx2", "scalar"])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Olmo2RMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize("dim", [96, 100, 33])
 def test_the_result_is_the_modules_own(kind: Any, dim: int, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Compiles the Triton kernel's launches for a GPU that is not here: `python triton_compile.py CAPABILITY CASE...`.
+"""Compiles the Triton kernel's launches for a GPU that is not here: `python triton_compile.py CAPABILITY [CASE...]`.
+
+Without cases: all of `MATRIX`, which takes some minutes and is what the claims in `triton_kernel.py` are made from.
 
 A process of its own, because Triton is either interpreted or compiled for the whole of a process. The launches are
 those that `launch`, `put` and `shift` make, with their own arguments; only the last step, loading the program onto
@@ -20,6 +22,14 @@ from triton.backends.compiler import GPUTarget
 from kernel_cases import Shape, array, decode, make_world, prefill, stored
 from kvcache.kernels import Rotation, triton_jit, triton_kernel
 
+MATRIX = [
+    f"{dtype},{name},{name},{dim},{dim},{group},16,{kind}"
+    for dtype in ("bf16", "f16", "f32")
+    for name in ("f32", "f16", "bf16", "fp8_e4m3", "q8_0", "q4_0")
+    for dim, group in ((64, 1), (128, 4), (256, 8), (512, 4))
+    for kind in ("decode", "prefill", "put")
+    if name not in {"bf16": ("f32", "f16"), "f16": ("f32", "bf16"), "f32": ("f16", "bf16")}[dtype]
+]
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 
 
@@ -99,5 +109,5 @@ if __name__ == "__main__":
     triton_kernel._shared_memory = lambda _device: SHARED_MEMORY[capability]
     triton_kernel._native_fp8 = lambda _device: capability >= 89
     triton_kernel._refusal_of = lambda *_: None
-    for case in sys.argv[2:]:
+    for case in sys.argv[2:] or MATRIX:
         compile_case(case)

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvcache import backends, formats, kernels
 from kvcache.bench.contest import ALL_PEERS, OURS, STREAM, Contest, Sizes
 from kvcache.bench.outside import LLAMA, VLLM
-from kvcache.bench.paged import Case, Paged, make_batch, paged_visit
+from kvcache.bench.paged import Case, Paged, make_batch, more_than_caches, paged_visit, row_bytes
 from kvcache.bench.table import Cell, Table
 from kvcache.bench.timing import alternate, timed
 from kvcache.formats import Stored
@@ -194,9 +194,11 @@ def _formats(run: Contest) -> Table:
     heads, block_size, queries = sizes.heads, sizes.block_size, run.pool.queries(case)
     shape = (case.num_slots // block_size, heads.num_heads, block_size, heads.head_dim)
     original = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in (5, 6)]
-    stored = {name: _encoded(name, original, run.pool.num_copies(case)) for name in sizes.formats}
+    num_rows = 2 * case.num_read * heads.num_heads
+    copies = {name: more_than_caches(num_rows * row_bytes(name, heads.head_dim)) for name in sizes.formats}
+    stored = {name: _encoded(name, original, copies[name]) for name in sizes.formats}
     visits = {
-        name: paged_visit(case, paged, queries, block_size=block_size, copies=run.pool.num_copies(case))
+        name: paged_visit(case, paged, queries, block_size=block_size, copies=copies[name])
         for name, paged in stored.items()
     }
     theirs = [name for name in sizes.formats if name in ("q8_0", "q4_0")] if run.llama else []

@@ -24,7 +24,7 @@ from kvcache.bench.timing import Visit, timed
 from kvcache.formats import Stored
 from kvcache.kernels import AttentionBatch, Segment
 
-__all__ = ["Case", "Heads", "Paged", "Pool", "make_batch", "paged_visit"]
+__all__ = ["Case", "Heads", "Paged", "Pool", "make_batch", "more_than_caches", "paged_visit", "row_bytes"]
 
 CACHES = 4
 """A pool and the copies of a case together are so many times the last-level cache."""
@@ -115,13 +115,23 @@ class Pool:
         """How many parts of the pool calls of this case take turns over."""
         if case.is_resident:
             return 1
-        enough = -(-CACHES * cache_bytes() // (case.num_read * 4 * self.width))
-        return max(1, min(self.num_slots // case.num_slots, enough))
+        return max(1, min(self.num_slots // case.num_slots, more_than_caches(case.num_read * 4 * self.width)))
 
     def queries(self, case: Case) -> Tensor:
         """bf16 [B * queries, Hq, D]."""
         shape = (case.num_sequences * case.num_queries, self.heads.num_query_heads, self.heads.head_dim)
         return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def more_than_caches(num_bytes: int) -> int:
+    """How many times so many bytes are `CACHES` last-level caches, at least."""
+    return -(-CACHES * cache_bytes() // num_bytes)
+
+
+def row_bytes(name: str, head_dim: int) -> int:
+    """Bytes of a row of one head in a format."""
+    backend = backends.create("torch")
+    return backend.num_bytes(formats.create(name, backend).encode(torch.zeros(1, 1, head_dim)))
 
 
 def make_batch(case: Case, block_size: int, blocks: np.ndarray[tuple[int], np.dtype[np.int32]]) -> AttentionBatch:

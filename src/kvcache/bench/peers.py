@@ -3,8 +3,8 @@
 | name              | what it is                                                                                   |
 |-------------------|----------------------------------------------------------------------------------------------|
 | SDPA transformers | `sdpa_attention_forward` of the transformers that is installed, as its models call it        |
-| SDPA repeat_kv    | keys and values repeated for each query head (transformers with a mask)             |
-| SDPA best         | the faster of `enable_gqa=True` and, when decoding, the heads of a group as rows of one head |
+| SDPA repeat_kv    | keys and values repeated for each query head (transformers with a mask)                      |
+| SDPA best         | the fastest of that, `enable_gqa=True`, and in a decode the heads of a group as rows of one  |
 | flex_attention    | compiled for the shape                                                                       |
 
 None of them pays for bringing keys and values into that layout, which a cache that grows would.
@@ -76,8 +76,8 @@ def _repeated(given: Inputs) -> Attend:
 
 
 def _best(given: Inputs) -> Attend:
-    """Each way once to warm up and once in earnest, and the faster one."""
-    ways = [partial(_grouped, given)]
+    """Each way once to warm up and once in earnest, and the fastest one."""
+    ways: list[Attend] = [partial(_grouped, given), _repeated(given)]
     if given.queries.shape[2] == 1:
         ways.append(partial(_as_rows, given))
     keys, values = given.copies[0]

@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvcache import kernels
-from kvcache.bench.machine import cache_bytes
-from kvcache.bench.paged import Heads
+from kvcache.bench.paged import Heads, more_than_caches, row_bytes
 from kvcache.bench.stream import Stream
 from kvcache.bench.table import Cell, Table
 from kvcache.bench.timing import Effort, Visit, alternate, timed
@@ -46,7 +45,7 @@ class Sizes(NamedTuple):
     heads: Heads = Heads()
     num_tokens: int = 8192
     num_layers: int | None = None
-    """`None`: so many that bf16 keys are four times the last-level cache."""
+    """`None`: so many that the keys are much larger than the last-level cache."""
     block_size: int = 16
     formats: tuple[str, ...] = FORMATS
     stream_bytes: int | None = None
@@ -72,8 +71,8 @@ def tables(sizes: Sizes | None = None) -> list[Table]:
 def _measured(sizes: Sizes, name: str, stream: Stream) -> list[tuple[Cell, ...]]:
     heads = sizes.heads
     inv_freq = BASE ** -(np.arange(heads.head_dim // 2, dtype=np.float64) * 2 / heads.head_dim)
-    per_layer = sizes.num_tokens * heads.num_heads * heads.head_dim * 2
-    num_layers = sizes.num_layers or max(1, -(-4 * cache_bytes() // per_layer))
+    per_layer = sizes.num_tokens * heads.num_heads * row_bytes(name, heads.head_dim)
+    num_layers = sizes.num_layers or more_than_caches(per_layer)
     cache = _filled(sizes, name, num_layers, inv_freq)
     contenders: dict[str, Visit] = {CACHE: _removal(cache, sizes, num_layers), STREAM: stream.visit}
     writer = kernels.writer((cache.storage.layer(0).keys,))

@@ -8,8 +8,8 @@
 
 | KVCACHE_ISA | built with                       | for                                                   |
 |-------------|----------------------------------|-------------------------------------------------------|
-| (unset)     | -march=native                    | the best of this machine                              |
-| `avx512`    | -march=native, refused elsewhere | AVX-512; bf16 products where it has BF16, VBMI (AMX)  |
+| (unset)     | -march=native                    | the best of this machine: bf16 products, AMX          |
+| `avx512`    | -march=native -mno-avx512bf16    | AVX-512 as Skylake to Ice Lake have it                |
 | `avx2`      | -march=native -mno-avx512f       | AVX2, FMA, F16C                                       |
 | `scalar`    | -march=native -DKVCACHE_PORTABLE | vector types that any compiler turns into what it has |
 
@@ -53,7 +53,12 @@ _FLAGS = (
     "-w",  # PyTorch's headers warn
 )
 _X86_FLAGS = ("-mprefer-vector-width=512",)
-_ISA_FLAGS = {"native": (), "avx512": (), "avx2": ("-mno-avx512f",), "scalar": ("-DKVCACHE_PORTABLE",)}
+_ISA_FLAGS = {
+    "native": (),
+    "avx512": ("-mno-avx512bf16",),
+    "avx2": ("-mno-avx512f",),
+    "scalar": ("-DKVCACHE_PORTABLE",),
+}
 
 _log = logging.getLogger("kvcache")
 

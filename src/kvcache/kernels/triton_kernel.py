@@ -13,10 +13,12 @@ Products are made in the queries' element type with f32 sums, where that holds w
 their own type and on the quantised ones); else, and for f32 queries, in f32 (IEEE, not TF32).
 
 State of the evidence. Results, plans and replays are tested through Triton's interpreter on the CPU. The launches are
-compiled, PTX and machine code, for sm_80, sm_86 and sm_90: they fit each one's shared memory, products are on tensor
-cores (`wgmma` in Hopper's prefill), keys and values come by asynchronous copies, and registers are spilled by 88 bytes
-per thread at most, except for f32 queries on quantised rows of 256 and more (kilobytes: slow). No GPU was at hand:
-nothing here has run on one, no time was measured, and sizes are by what is known of such kernels.
+compiled, PTX and machine code, for sm_80, sm_86 and sm_90 (`tests/triton_compile.py`): they fit each one's shared memory,
+products are on tensor cores (`wgmma` in Hopper's prefill), keys and values come by asynchronous copies. Registers that
+are spilled, in bytes per thread: f16 and bf16 queries at most 32 in decode and 128 in prefill, but 40 to 700 in a
+prefill over coded rows of 64 and 128 before sm_90; f32 queries on coded rows 200 to 900, from 256 values on kilobytes:
+slow. No GPU was at hand: nothing here has run on one, no time was measured, and sizes are by what is known of such
+kernels.
 
 More than 300 lines, because the docstrings say what cannot be tried here.
 """
@@ -160,11 +162,9 @@ class TritonKernel(Kernel, Planner, Writer):
     ) -> None:
         """See `Writer.put`: a copy of the slots and one launch, bit for bit what formats' `encode` gives.
 
-        Rows of f32, f16 or bf16.
-
-        A negative slot is skipped. Slots that are int64 on the device already can be in a CUDA graph; they are not
-        checked then. Raises `ValueError` when shapes do not fit, for slots outside the storage, and for arrays that the
-        kernel refuses.
+        Rows of f32, f16 or bf16. A negative slot is skipped. Slots that are int64 on the device already can be in a
+        CUDA graph; they are not checked then. Raises `ValueError` when shapes do not fit, for slots outside the
+        storage, and for arrays that the kernel refuses.
         """
         for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
             expected = (len(slots), stored.array.shape[1], stored.head_dim)
