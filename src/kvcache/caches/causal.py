@@ -33,7 +33,7 @@ from kvcache.views import SequenceView
 __all__ = ["CausalCache", "Shift"]
 
 Shift: TypeAlias = Callable[[int, Array, Array], Array]
-"""`shift(layer, keys [n,H,D], offsets [n]) -> keys`: rotate each key by its offset in positions (negative: to 0)."""
+"""`shift(layer, keys [n,H,D], offsets [n]) -> keys`: turn each key by so many positions (negative: towards 0)."""
 
 
 @final
@@ -105,9 +105,8 @@ class CausalCache(Cache):
             or shape[1] % num_heads
         ):
             raise ValueError(
-                f"queries are {list(shape)}; expected [{forward.num_rows}, a multiple of {num_heads}, {head_dim}]: "
-                f"the "
-                f"batch's tokens, heads in groups over the key heads, and the keys' head_dim"
+                f"queries are {list(shape)}; expected [{forward.num_rows}, a multiple of {num_heads}, {head_dim}]: the "
+                "batch's tokens, heads in groups over the key heads, and the keys' head_dim"
             )
         if forward.is_reserved:
             return self._storage.backend.zeros((shape[0], shape[1], value_dim), "f32", layer)

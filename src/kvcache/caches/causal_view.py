@@ -78,8 +78,7 @@ class CausalSequenceView(SequenceView):
             if appended.get(layer, 0) < num_tokens:
                 raise ValueError(
                     f"commit({num_tokens}): layer {layer} has {appended.get(layer, 0)} appended tokens; append to "
-                    f"every layer "
-                    f"before committing"
+                    "every layer before committing"
                 )
         if num_tokens and not appended:
             raise ValueError(f"commit({num_tokens}): nothing was appended; append keys and values first")

@@ -396,8 +396,7 @@ class EncoderCache(Cache):
         if any(array.shape[0] != expected for array in rows):
             raise ValueError(
                 f"keys {list(rows[0].shape)}, values {list(rows[1].shape)}; expected {expected} rows in each, as many "
-                f"as the "
-                f"batch's media have tokens ({counts})"
+                f"as the batch's media have tokens ({counts})"
             )
         ends = np.cumsum([0, *(count or 0 for count in counts)]).tolist()
         return [(rows[0][a:b], rows[1][a:b]) for a, b in pairwise(ends)]

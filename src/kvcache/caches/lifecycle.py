@@ -24,8 +24,7 @@ class Limits(NamedTuple):
         if len(batch) > self.max_batch:
             raise ValueError(
                 f"the batch has {len(batch)} tokens; expected at most max_batch = {self.max_batch}: split it, or init "
-                f"with a "
-                f"larger max_batch"
+                "with a larger max_batch"
             )
 
 
@@ -70,8 +69,7 @@ class Lifecycle:
         if max_batch > max_sequences * capacity:
             raise ValueError(
                 f"max_batch is {max_batch} and the cache holds {max_sequences} sequences of {capacity} tokens; "
-                f"expected a "
-                f"capacity that one batch fits into: raise capacity, or lower max_batch"
+                "expected a capacity that one batch fits into: raise capacity, or lower max_batch"
             )
         if self.config.mask_dtype not in backend.native:
             raise ValueError(

@@ -247,15 +247,13 @@ class RecurrentCache(Cache):
         if end is not None and end < known.end:
             raise NotSupported(
                 f"[{begin}, {end}) lies inside sequence {sequence}, which ends at {known.end}; a recurrent state "
-                f"cannot forget "
-                f"tokens in its middle: remove to the end and recompute"
+                "cannot forget tokens in its middle: remove to the end and recompute"
             )
         point = self.stopping_point(sequence, begin)
         if begin and not point:
             raise NotSupported(
                 f"sequence {sequence} has no checkpoint at or below {begin} (it has {sorted(known.checkpoints)}); "
-                f"remove the "
-                f"whole sequence and recompute it, or keep more checkpoints"
+                "remove the whole sequence and recompute it, or keep more checkpoints"
             )
 
         def effect() -> None:

@@ -306,8 +306,7 @@ class Tables:
             if not can_shift:
                 raise NotSupported(
                     f"removing [{begin}, {end}) of sequence {sequence} moves {len(later)} later tokens and this cache "
-                    f"has no "
-                    f"shift function; give CausalCache a shift, or remove to the end and recompute"
+                    "has no shift function; give CausalCache a shift, or remove to the end and recompute"
                 )
             self._check_room_to_move(table, begin, end, later)
         return Removal(sequence, begin, end, later)

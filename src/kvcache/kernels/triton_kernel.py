@@ -13,12 +13,12 @@ Products are made in the queries' element type with f32 sums, where that holds w
 their own type and on the quantised ones); else, and for f32 queries, in f32 (IEEE, not TF32).
 
 State of the evidence. Results, plans and replays are tested through Triton's interpreter on the CPU. The launches are
-compiled, PTX and machine code, for sm_80, sm_86 and sm_90 (`tests/triton_compile.py`): they fit each one's shared memory,
-products are on tensor cores (`wgmma` in Hopper's prefill), keys and values come by asynchronous copies. Registers that
-are spilled, in bytes per thread: f16 and bf16 queries at most 32 in decode and 128 in prefill, but 40 to 700 in a
-prefill over coded rows of 64 and 128 before sm_90; f32 queries on coded rows 200 to 900, from 256 values on kilobytes:
-slow. No GPU was at hand: nothing here has run on one, no time was measured, and sizes are by what is known of such
-kernels.
+compiled, PTX and machine code, for sm_80, sm_86 and sm_90 (`tests/triton_compile.py`): they fit each one's shared
+memory, products are on tensor cores (`wgmma` in Hopper's prefill), keys and values come by asynchronous copies.
+Registers that are spilled, in bytes per thread: f16 and bf16 queries at most 32 in decode and 128 in prefill, but up to
+710 in a prefill over coded rows of 64 and 128 values before sm_90; f32 queries on coded rows 200 to 900, and mostly
+kilobytes from 256 values on: slow. No GPU was at hand: nothing here has run on one, no time was measured, and sizes are
+by what is known of such kernels.
 
 More than 300 lines, because the docstrings say what cannot be tried here.
 """
