@@ -140,6 +140,35 @@ def test_unknown_peers_raise() -> None:
         attention.tables(TINY, ("flash",))
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("tpu", "device is 'tpu'; expected cpu, or cuda for a GPU"),
+        ("meta", "device is 'meta'; expected cpu, or cuda for a GPU"),
+        ("cuda:99", r"device is 'cuda:99', and PyTorch sees \d+ GPUs here; expected cpu"),
+    ],
+)
+def test_devices_that_are_not_here_raise(device: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention.tables(TINY, (), device)
+
+
+def test_only_attention_is_measured_on_a_gpu() -> None:
+    with pytest.raises(ValueError, match="put is measured on the CPU, and the device is 'cuda'; attention takes one"):
+        report.measure("put", "cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_attention_on_a_gpu() -> None:
+    made = attention.tables(TINY, (*TORCH_PEERS, "vLLM"), "cuda")
+    for table in made:
+        check_shape(table)
+    assert "kvcache: the triton kernel" in made[0].notes
+    assert any("vLLM is absent: it is measured on the CPU only" in note for note in made[1].notes)
+    errors = dict(zip(column(made[2], "format"), column(made[2], "error, relative"), strict=True))
+    assert 0 < errors["bf16"] < errors["q8_0"] < errors["fp8_e4m3"] < errors["q4_0"] < 0.5
+
+
 TINY_PUT = put.Sizes(HEADS, 2, 32, 2, ("bf16", "q8_0"), (1, 16, 64), 16, BYTES, EFFORT)
 
 

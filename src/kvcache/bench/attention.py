@@ -10,6 +10,9 @@
 Everything goes through `Kernel.attend`, as the engine's layers do; plans are made before, as a pass makes them once for
 all its layers, and vLLM's likewise. Bytes are those that must move: visible rows, queries and results, each once.
 Shares of the stream limit compare with the stream that took its turn among the same contenders.
+
+On a GPU it is the same tables: our kernel is the one in Triton, the stream is a copy within the GPU's memory, and a
+format's error is what checks the results.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache import backends, formats, kernels
-from kvcache.bench.contest import ALL_PEERS, OURS, STREAM, Contest, Sizes
+from kvcache.bench.contest import ALL_PEERS, GPU_SIZES, OURS, STREAM, Contest, Sizes
 from kvcache.bench.outside import LLAMA, VLLM
 from kvcache.bench.paged import Case, Paged, make_batch, more_than_caches, paged_visit, row_bytes
 from kvcache.bench.table import Cell, Table
@@ -34,17 +37,18 @@ from kvcache.kernels.reference import ReferenceKernel
 __all__ = ["ALL_PEERS", "OURS", "STREAM", "Sizes", "tables"]
 
 
-def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS) -> list[Table]:
+def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS, device: str = "cpu") -> list[Table]:
     """All of the above; `peers` names who is measured beside us, and who cannot be had here is absent with a note.
 
-    Takes about a minute and a half and 3 GB, of which compiling flex_attention is a third. Raises `ValueError` for a
-    peer of no known name.
+    device: "cpu", or a GPU as PyTorch names it, "cuda" or "cuda:1". Takes about a minute and a half and 3 GB, of which
+    compiling flex_attention is a third. Raises `ValueError` for a peer of no known name and for other devices.
     """
     unknown = [name for name in peers if name not in ALL_PEERS]
     if unknown:
         raise ValueError(f"peers are {unknown}; expected some of {', '.join(ALL_PEERS)}")
+    where = _device(device)
     with torch.no_grad(), ExitStack() as stack:
-        run = Contest(sizes or Sizes(), peers, stack)
+        run = Contest(sizes or (Sizes() if where.type == "cpu" else GPU_SIZES), peers, stack, where)
         return [
             _limits(run),
             _decode(run),
@@ -55,6 +59,18 @@ def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS) -> list
             _batches(run),
             _windows(run),
         ]
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; expected cpu, or cuda for a GPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}, and PyTorch sees {torch.cuda.device_count()} GPUs here; expected cpu")
+    return device
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -85,8 +101,10 @@ def _rows(
 
 def _limits(run: Contest) -> Table:
     side = run.sizes.matmul
-    left, right = (torch.randn(side, side, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
-    times = alternate({STREAM: run.stream.visit, "matmul": timed(lambda: left @ right)}, run.sizes.effort)
+    left, right = (
+        torch.randn(side, side, generator=torch.Generator().manual_seed(i)).bfloat16().to(run.device) for i in range(2)
+    )
+    times = alternate({STREAM: run.stream.visit, "matmul": timed(lambda: left @ right, run.device)}, run.sizes.effort)
     bandwidth, flops = run.stream.bandwidth(times[STREAM]), 2 * side**3 / times["matmul"]
     return Table(
         "Limits of this machine, as PyTorch reaches them with all its threads",
@@ -95,6 +113,7 @@ def _limits(run: Contest) -> Table:
             ("memory", bandwidth / 1e9, None, f"{run.stream.reader} over {run.stream.num_bytes / 1e6:.0f} MB"),
             ("products", None, flops / 1e9, f"bf16 matrices of {side} x {side}"),
         ],
+        (f"{OURS}: the {run.kernel.name} kernel",),
     )
 
 
@@ -196,7 +215,7 @@ def _formats(run: Contest) -> Table:
     original = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in (5, 6)]
     num_rows = 2 * case.num_read * heads.num_heads
     copies = {name: more_than_caches(num_rows * row_bytes(name, heads.head_dim)) for name in sizes.formats}
-    stored = {name: _encoded(name, original, copies[name]) for name in sizes.formats}
+    stored = {name: _encoded(name, original, copies[name], run.device) for name in sizes.formats}
     visits = {
         name: paged_visit(case, paged, queries, block_size=block_size, copies=copies[name])
         for name, paged in stored.items()
@@ -233,16 +252,16 @@ def _formats(run: Contest) -> Table:
     )
 
 
-def _encoded(name: str, original: Sequence[Tensor], copies: int) -> Paged:
+def _encoded(name: str, original: Sequence[Tensor], copies: int, device: torch.device) -> Paged:
     """Keys and values in a format, repeated until the pool is larger than the caches even in that format."""
-    backend = backends.create("torch")
+    backend = backends.torch(str(device))
     form = formats.create(name, backend)
     parts: list[Stored] = []
     for raw in original:
         num_blocks, *heads_and_slots, dim = raw.shape
         array = backend.zeros((copies * num_blocks, *heads_and_slots, form.row_width(dim)), form.storage_dtype, 0)
         for begin in range(0, num_blocks, 512):
-            encoded = form.encode(raw[begin : begin + 512])
+            encoded = form.encode(raw[begin : begin + 512].to(device))
             array[begin : begin + len(encoded)] = encoded
         for copy in range(1, copies):
             array[copy * num_blocks :][:num_blocks] = array[:num_blocks]
@@ -257,7 +276,7 @@ def _first_sequence(case: Case, paged: Paged, queries: Tensor, block_size: int) 
     batch = make_batch(alone, block_size, np.arange(case.num_tokens // block_size, dtype=np.int32))
     kernel = kernels.choose(queries, paged.keys, paged.values)
     out: Tensor = kernel.attend(queries[:1], paged.keys, paged.values, batch, scale=queries.shape[2] ** -0.5)
-    return out.double().numpy()
+    return out.double().numpy(force=True)
 
 
 def _expected(case: Case, original: Sequence[Tensor], queries: Tensor, block_size: int) -> NDArray[np.float64]:
@@ -267,6 +286,6 @@ def _expected(case: Case, original: Sequence[Tensor], queries: Tensor, block_siz
     form = formats.create("f32", backend)
     keys, values = (Stored(raw[:count].numpy(), form, raw.shape[-1]) for raw in original)
     batch = make_batch(alone, block_size, np.arange(count, dtype=np.int32))
-    rows = queries[:1].float().numpy()
+    rows = queries[:1].float().numpy(force=True)
     out = ReferenceKernel().attend(rows, keys, values, batch, scale=rows.shape[2] ** -0.5)
     return np.asarray(out, np.float64)

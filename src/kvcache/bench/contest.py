@@ -8,13 +8,14 @@ from typing import NamedTuple, final
 
 import torch
 
+from kvcache import kernels
 from kvcache.bench.outside import LLAMA, VLLM, Llama, Vllm
-from kvcache.bench.paged import Case, Heads, Paged, Pool, paged_visit
+from kvcache.bench.paged import CPU, Case, Heads, Paged, Pool, paged_visit
 from kvcache.bench.peers import PEERS, inputs, peer
 from kvcache.bench.stream import Stream
 from kvcache.bench.timing import Effort, Visit, alternate
 
-__all__ = ["ALL_PEERS", "OURS", "STREAM", "Contest", "Sizes"]
+__all__ = ["ALL_PEERS", "GPU_SIZES", "OURS", "STREAM", "Contest", "Sizes"]
 
 OURS, STREAM = "kvcache", "stream"
 ALL_PEERS = (*PEERS, VLLM, LLAMA)
@@ -49,23 +50,35 @@ class Sizes(NamedTuple):
         return max(least, *self.contexts, *self.window_tokens, self.batch_tokens * max(self.batches))
 
 
+GPU_SIZES = Sizes(
+    decode=(Case(8, 8192), Case(1, 65536), Case(8, 1024), Case(64, 4096)),
+    batches=(1, 2, 4, 8, 16, 32, 64, 128),
+    matmul=8192,
+)
+"""On a GPU: larger batches, and nothing that stays in the caches, which are rewritten between calls."""
+
+
 @final
 class Contest:
-    """The pool, the stream and the peers that all tables share; processes end with `stack`.
+    """The pool, the stream and the peers that all tables share, on one device; processes end with `stack`.
 
     `absent` says why a peer that is wanted cannot be had. A case is measured by `against`.
     """
 
-    def __init__(self, sizes: Sizes, peers: Sequence[str], stack: ExitStack) -> None:
-        self.sizes, self.peers = sizes, peers
-        self.pool = Pool(sizes.heads, sizes.num_slots)
+    def __init__(self, sizes: Sizes, peers: Sequence[str], stack: ExitStack, device: torch.device = CPU) -> None:
+        self.sizes, self.peers, self.device = sizes, peers, device
+        self.pool = Pool(sizes.heads, sizes.num_slots, device=device)
         self.paged = self.pool.stored(sizes.block_size)
-        self.stream = Stream(sizes.stream_bytes)
+        self.kernel = kernels.choose(self.pool.queries(Case(1, 1)), *self.paged)
+        self.stream = Stream(sizes.stream_bytes, device)
         self.absent: dict[str, str] = {}
         self.vllm: Vllm | None = None
         self.llama: Llama | None = None
         threads, slots = torch.get_num_threads(), self.pool.num_slots
         for name in (name for name in (VLLM, LLAMA) if name in peers):
+            if device != CPU:
+                self.absent[name] = "it is measured on the CPU only"
+                continue
             try:
                 if name == VLLM:
                     self.vllm = Vllm(sizes.heads, slots, num_threads=threads, stack=stack)

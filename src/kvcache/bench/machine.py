@@ -12,21 +12,22 @@ from kvcache.bench.table import Cell
 __all__ = ["cache_bytes", "describe", "load_average", "machine"]
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-PACKAGES = ("kvcache", "torch", "transformers", "numpy")
+PACKAGES = ("kvcache", "torch", "triton", "transformers", "numpy")
 DEFAULT_CACHE_BYTES = 32 * 2**20
 """Where the system does not say how large its last cache is."""
 
 
-def machine() -> str:
-    """Processor, cores that this process may use, system, Python: one line."""
+def machine(device: str = "cpu") -> str:
+    """Processor, cores that this process may use, system, Python, and the GPU if one is measured: one line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_processor()}, {cores} cores, {platform.system()}, Python {platform.python_version()}"
+    gpu = "" if device == "cpu" else f"{_gpu(device)}, "
+    return f"{gpu}{_processor()}, {cores} cores, {platform.system()}, Python {platform.python_version()}"
 
 
-def describe() -> dict[str, Cell]:
+def describe(device: str = "cpu") -> dict[str, Cell]:
     """What whoever compares two machines wants to know, for the JSON: names, sizes in bytes, versions."""
     description: dict[str, Cell] = {
-        "name": machine(),
+        "name": machine(device),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "last_level_cache_bytes": cache_bytes(),
@@ -64,6 +65,13 @@ def _memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return None
+
+
+def _gpu(device: str) -> str:
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} ({found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda})"
 
 
 def _processor() -> str:

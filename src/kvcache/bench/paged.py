@@ -29,6 +29,7 @@ __all__ = ["Case", "Heads", "Paged", "Pool", "make_batch", "more_than_caches", "
 CACHES = 4
 """A pool and the copies of a case together are so many times the last-level cache."""
 CHUNK = 8192
+CPU = torch.device("cpu")
 
 
 class Heads(NamedTuple):
@@ -87,12 +88,12 @@ class Paged(NamedTuple):
 class Pool:
     """Random keys and values of `num_slots` tokens in bf16; more when that is less than `CACHES` last-level caches."""
 
-    def __init__(self, heads: Heads, num_slots: int, *, seed: int = 0) -> None:
-        self.heads = heads
+    def __init__(self, heads: Heads, num_slots: int, *, seed: int = 0, device: torch.device = CPU) -> None:
+        self.heads, self.device = heads, device
         self.width = heads.num_heads * heads.head_dim
         least = CACHES * cache_bytes() // (4 * self.width) if num_slots >= CHUNK else num_slots
         self.num_slots = max(num_slots, -(-least // CHUNK) * CHUNK if least >= CHUNK else least)
-        self._parts = [_random(self.num_slots * self.width, seed + i) for i in range(2)]
+        self._parts = [_random(self.num_slots * self.width, seed + i, device) for i in range(2)]
 
     def stored(self, block_size: int) -> Paged:
         """The pool in blocks; no copy."""
@@ -120,7 +121,7 @@ class Pool:
     def queries(self, case: Case) -> Tensor:
         """bf16 [B * queries, Hq, D]."""
         shape = (case.num_sequences * case.num_queries, self.heads.num_query_heads, self.heads.head_dim)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(self.device)
 
 
 def more_than_caches(num_bytes: int) -> int:
@@ -154,12 +155,12 @@ def paged_visit(case: Case, paged: Paged, queries: Tensor, *, block_size: int, c
     turn = cycle([make_batch(case, block_size, order[i * each : (i + 1) * each]) for i in range(copies)])
     kernel = kernels.choose(queries, paged.keys, paged.values)
     scale = queries.shape[2] ** -0.5
-    return timed(lambda: kernel.attend(queries, paged.keys, paged.values, next(turn), scale=scale))
+    return timed(lambda: kernel.attend(queries, paged.keys, paged.values, next(turn), scale=scale), queries.device)
 
 
-def _random(count: int, seed: int) -> Tensor:
+def _random(count: int, seed: int, device: torch.device) -> Tensor:
     """Normally distributed bf16 in the memory that caches store in, made in pieces: f32 is twice as large."""
-    out: Tensor = backends.create("torch").zeros((count,), "bf16", 0)
+    out: Tensor = backends.torch(str(device)).zeros((count,), "bf16", 0)
     generator = torch.Generator().manual_seed(seed)
     for piece in out.split(2**22):
         piece.copy_(torch.randn(len(piece), generator=generator))

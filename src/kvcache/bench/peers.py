@@ -45,7 +45,7 @@ def inputs(case: Case, pool: Pool, queries: Tensor) -> Inputs:
     """The case as PyTorch wants it. No window."""
     T, S = case.num_queries, case.num_tokens
     shaped = queries.view(case.num_sequences, T, *queries.shape[1:]).transpose(1, 2).contiguous()
-    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    mask = None if T in (1, S) else torch.ones(T, S, dtype=torch.bool, device=queries.device).tril(S - T)
     group = pool.heads.num_query_heads // pool.heads.num_heads
     return Inputs(shaped, pool.contiguous(case), group, T == S and T > 1, mask)
 
@@ -54,7 +54,7 @@ def peer(name: str, given: Inputs) -> Visit:
     """The visit of a peer. Raises `ImportError` or `RuntimeError` with the reason when it cannot be had here."""
     attend = PEERS[name](given)
     turn: Iterator[tuple[Tensor, Tensor]] = cycle(given.copies)
-    return timed(lambda: attend(*next(turn)))
+    return timed(lambda: attend(*next(turn)), given.queries.device)
 
 
 def _transformers(given: Inputs) -> Attend:
@@ -81,7 +81,7 @@ def _best(given: Inputs) -> Attend:
     if given.queries.shape[2] == 1:
         ways.append(partial(_as_rows, given))
     keys, values = given.copies[0]
-    times = [min(timed(partial(way, keys, values))(2)) for way in ways]
+    times = [min(timed(partial(way, keys, values), keys.device)(2)) for way in ways]
     return ways[times.index(min(times))]
 
 
@@ -100,7 +100,7 @@ def _flex(given: Inputs) -> Attend:
     T, S = given.queries.shape[2], given.copies[0][0].shape[2]
     mask = None
     if T > 1:
-        mask = create_block_mask(lambda _b, _h, q, k: q + (S - T) >= k, None, None, T, S, device="cpu")
+        mask = create_block_mask(lambda _b, _h, q, k: q + (S - T) >= k, None, None, T, S, device=given.queries.device)
     compiled = torch.compile(flex_attention, dynamic=False)
     attend: Attend = partial(compiled, given.queries, block_mask=mask, enable_gqa=True)
     try:

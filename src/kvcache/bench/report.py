@@ -30,25 +30,34 @@ DIGITS = 6
 """Significant digits that are kept of a measured number; more would be noise."""
 
 
-def measure(name: str) -> list[Table]:
-    """The tables of that name. Raises `ValueError` for an unknown one, `ImportError` when a package is missing."""
+def measure(name: str, device: str = "cpu") -> list[Table]:
+    """The tables of that name. Raises `ValueError` for an unknown one, `ImportError` when a package is missing.
+
+    device: where; only attention is measured on others than the CPU.
+    """
     if name not in NAMES:
         raise ValueError(f"there is no measurement {name!r}; expected one of {', '.join(NAMES)}, or all")
+    if device != "cpu" and name != "attention":
+        raise ValueError(f"{name} is measured on the CPU, and the device is {device!r}; attention takes one")
     with needing("demo", f"kvcache bench {name}"):
         module: Any = importlib.import_module(f"kvcache.bench.{name}")
-    tables: list[Table] = module.tables()
+    tables: list[Table] = module.tables() if device == "cpu" else module.tables(device=device)
     return tables
 
 
 def as_json(
-    measured: Mapping[str, Sequence[Table]], note: str | None = None, *, load_before: float | None = None
+    measured: Mapping[str, Sequence[Table]],
+    note: str | None = None,
+    *,
+    load_before: float | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """A report of what was measured just now on this machine.
 
     note: what a reader should know about the run. load_before: the load average when it began: what others wanted.
     """
     return {
-        "machine": describe(),
+        "machine": describe(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "note": note,
         "load_before": load_before,

@@ -121,6 +121,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, to FILE or to standard output.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="FILE.svg", help="Draw attention: roofline and scaling.")] = None,
     note: Annotated[str | None, typer.Option(help="What a reader of the JSON should know about the run.")] = None,
+    device: Annotated[str, typer.Option(help="Where attention is measured: cpu, or cuda for a GPU.")] = "cpu",
 ) -> None:
     """Measure, and print tables with the machine's name. Without a name: what there is to measure."""
     with needing("cli", "kvcache bench"):
@@ -130,4 +131,4 @@ def bench(
     if not arguments:
         typer.echo(names_with_help())
         return
-    start(asked(arguments, as_json=as_json, plot=plot, note=note))
+    start(asked(arguments, as_json=as_json, plot=plot, note=note, device=device))

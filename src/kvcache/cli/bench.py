@@ -26,15 +26,16 @@ QUIET = 0.5
 
 
 class Asked(NamedTuple):
-    """What to measure, and where to write: `json_file` "-" is standard output."""
+    """What to measure, on which device, and where to write: `json_file` "-" is standard output."""
 
     names: tuple[str, ...]
     json_file: str | None
     plot_file: str | None
     note: str | None
+    device: str
 
 
-def asked(arguments: Sequence[str], *, as_json: bool, plot: str | None, note: str | None) -> Asked:
+def asked(arguments: Sequence[str], *, as_json: bool, plot: str | None, note: str | None, device: str = "cpu") -> Asked:
     """What the command line says: a name, and after `--json` perhaps a file. Raises `ValueError` for anything else."""
     names = [a for a in arguments if a in NAMES or a == ALL]
     files = [a for a in arguments if a not in names]
@@ -48,7 +49,9 @@ def asked(arguments: Sequence[str], *, as_json: bool, plot: str | None, note: st
     chosen = tuple(NAMES) if names == [ALL] else tuple(names)
     if plot is not None and "attention" not in chosen:
         raise ValueError(f"--plot draws attention, and {names[0]} was asked for; ask for attention or {ALL}")
-    return Asked(chosen, (files[0] if files else "-") if as_json else None, plot, note)
+    if device != "cpu" and chosen != ("attention",):
+        raise ValueError(f"--device is {device}, and {names[0]} was asked for; only attention is measured on a GPU")
+    return Asked(chosen, (files[0] if files else "-") if as_json else None, plot, note, device)
 
 
 def bench(wanted: Asked) -> None:
@@ -71,7 +74,7 @@ def bench(wanted: Asked) -> None:
         console = Console(width=WIDTH)
     for name in wanted.names:
         try:
-            measured[name] = measure(name)
+            measured[name] = measure(name, wanted.device)
         except ImportError as error:
             if len(wanted.names) == 1:
                 raise
@@ -79,7 +82,7 @@ def bench(wanted: Asked) -> None:
             continue
         if wanted.json_file != "-":
             for table in measured[name]:
-                _print(console, table)
+                _print(console, table, machine(wanted.device))
     _write(wanted, measured, load)
 
 
@@ -101,7 +104,7 @@ def shown(cell: Cell) -> str:
     return f"{cell:.{decimals}f}"
 
 
-def _print(console: Console, table: Table) -> None:
+def _print(console: Console, table: Table, where: str) -> None:
     printed = Printed()
     for index, column in enumerate(table.columns):
         is_text = any(isinstance(row[index], str) for row in table.rows)
@@ -109,7 +112,7 @@ def _print(console: Console, table: Table) -> None:
     for row in table.rows:
         printed.add_row(*map(shown, row))
     # Lines of their own: a title inside a narrow table would be cut into pieces.
-    console.print(f"{table.title}\n{machine()}, {date.today():%Y-%m-%d}", highlight=False, markup=False)
+    console.print(f"{table.title}\n{where}, {date.today():%Y-%m-%d}", highlight=False, markup=False)
     console.print(printed)
     for note in table.notes:
         console.print(note, highlight=False, markup=False)
@@ -118,7 +121,7 @@ def _print(console: Console, table: Table) -> None:
 
 def _write(wanted: Asked, measured: Mapping[str, Sequence[Table]], load: float) -> None:
     if wanted.json_file is not None:
-        text = json.dumps(as_json(measured, wanted.note, load_before=load), indent=1) + "\n"
+        text = json.dumps(as_json(measured, wanted.note, load_before=load, device=wanted.device), indent=1) + "\n"
         if wanted.json_file == "-":
             sys.stdout.write(text)
         else:
@@ -126,4 +129,4 @@ def _write(wanted: Asked, measured: Mapping[str, Sequence[Table]], load: float) 
     if wanted.plot_file is not None:
         from kvcache.bench.plot import plot
 
-        Path(wanted.plot_file).write_text(plot(measured["attention"], machine=machine()))
+        Path(wanted.plot_file).write_text(plot(measured["attention"], machine=machine(wanted.device)))

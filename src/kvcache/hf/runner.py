@@ -37,8 +37,8 @@ from transformers import PreTrainedModel
 from kvcache import backends
 from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
 from kvcache.errors import NotSupported
+from kvcache.hf.fused import FusedLayers
 from kvcache.hf.layout import Layout, dtype_name, layout_of
-from kvcache.hf.norms import FusedNorms
 from kvcache.hf.runner_call import ModelCall
 from kvcache.hf.weights import PackedLinears
 from kvcache.spans import Sliding, Span
@@ -90,7 +90,7 @@ class Runner:
     layout: what the model keeps; measured by `layout_of` when not given.
     compile: run the model through torch.compile, as `compiled.py` says; the first forwards take a minute.
     packs_weights: let a bf16 model on the CPU run faster: copies of its weights that are read faster, as `weights.py`
-        says, and norms in one operator, as `norms.py` does. It takes as long as copying the weights.
+        says, and norms and GELU in one operator each, as `fused.py` does. It takes as long as copying the weights.
 
     Raises `NotSupported` for models that it cannot run, with the reason. `model_seconds`: what calls of the model took.
     """
@@ -127,11 +127,11 @@ class Runner:
         self.model_seconds = 0.0
         self._model = ModelCall(model, layout, self.members, compile=compile)
         self._weights: PackedLinears | None = None
-        self._norms: FusedNorms | None = None
+        self._fused: FusedLayers | None = None
         try:
             if packs_weights:
                 self._weights = PackedLinears(model)
-                self._norms = FusedNorms(model)
+                self._fused = FusedLayers(model)
         except BaseException:
             self.close()
             raise
@@ -184,8 +184,8 @@ class Runner:
         self._model.close()
         if self._weights is not None:
             self._weights.close()
-        if self._norms is not None:
-            self._norms.close()
+        if self._fused is not None:
+            self._fused.close()
         if self._owns_cache:
             self.cache.close()
 

@@ -9,7 +9,7 @@
 #include <array>
 
 #include "cpp/attend.h"
-#include "cpp/norm.h"
+#include "cpp/layers.h"
 
 namespace {
 
@@ -89,6 +89,14 @@ void shift(const at::Tensor& keys, int64_t format, int64_t dim, const at::Tensor
             int(keys.size(1)), keys.size(2), rotation);
 }
 
+// GELU by tanh of each value; the result lies in memory as x does.
+at::Tensor gelu_tanh(const at::Tensor& x) {
+  const at::Tensor from = x.is_non_overlapping_and_dense() ? x : x.contiguous();
+  const at::Tensor to = at::empty_like(from);
+  kv::gelu_tanh(from.data_ptr(), to.data_ptr(), format_of(from.scalar_type()), from.numel());
+  return to;
+}
+
 // Rows of the last dimension of x, normalised; the result lies in memory as x does.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset, double eps, bool rounds_first) {
   const at::Tensor from = x.is_non_overlapping_and_dense() && x.stride(-1) == 1 ? x : x.contiguous();
@@ -143,5 +151,6 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
       "shift(Tensor(a!) keys, int format, int dim, Tensor slots, Tensor offsets, Tensor inv_freq, int begin, "
       "bool interleaved) -> ()",
       shift);
+  library.def("gelu_tanh(Tensor x) -> Tensor", gelu_tanh);
   library.def("rms_norm(Tensor x, Tensor weight, float offset, float eps, bool rounds_first) -> Tensor", rms_norm);
 }

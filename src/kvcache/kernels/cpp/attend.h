@@ -126,8 +126,8 @@ class Attention {
   void cut_into_chunks(Task& task, int64_t target, int64_t& partial_rows) {
     const int64_t slots = task.slot_end - task.slot_begin;
     task.chunk_size = CHUNK;
-    if (rows_of_head(task) > FEW_ROWS) {
-      const int64_t pieces = std::clamp<int64_t>(task.cost / target, 1, (slots + CHUNK - 1) / CHUNK + 1);
+    if (rows_of_head(task) > FEW_ROWS) {  // cut when it is worth two items: partial results of many rows are large
+      const int64_t pieces = std::clamp<int64_t>(task.cost / (2 * target), 1, (slots + CHUNK - 1) / CHUNK + 1);
       task.chunk_size = pieces == 1 ? std::max<int64_t>(task.slot_end, 1) : (slots + pieces - 1) / pieces;
       task.chunk_size = (task.chunk_size + TILE - 1) / TILE * TILE;
     }

@@ -1,4 +1,4 @@
-"""Norms in one operator: what the modules themselves compute, and modules that are as they were afterwards."""
+"""Norms and GELU in one operator each: what the modules themselves compute, and modules as they were afterwards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.activations import GELUTanh, NewGELUActivation, QuickGELUActivation
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -15,7 +16,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from families import FAMILIES
-from kvcache.hf.norms import FusedNorms
+from kvcache.hf.fused import FusedLayers
 from kvcache.hf.runner import Runner, Work
 from kvcache.kernels import cpu_build
 
@@ -48,7 +49,7 @@ def test_the_result_is_the_modules_own(kind: Any, dim: int, isa: str, monkeypatc
         torch.empty((0, dim)).bfloat16(),
     ]
     expected = [norm(x) for x in inputs]
-    fused = FusedNorms(norm)
+    fused = FusedLayers(norm)
     assert len(fused) == 1
     for x, wanted in zip(inputs, expected, strict=True):
         got = norm(x)
@@ -59,11 +60,50 @@ def test_the_result_is_the_modules_own(kind: Any, dim: int, isa: str, monkeypatc
     assert "forward" not in norm.__dict__
 
 
+def with_weights(activation: torch.nn.Module) -> torch.nn.Module:
+    """An activation in a model of bf16."""
+    return torch.nn.ModuleList([activation, torch.nn.Linear(1, 1, dtype=torch.bfloat16)])
+
+
+@pytest.mark.parametrize("isa", ["native", "avx512", "avx2", "scalar"])
+@pytest.mark.parametrize("kind", [GELUTanh, partial(torch.nn.GELU, approximate="tanh")])
+def test_gelu_is_the_modules_own(kind: Any, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_ISA", "" if isa == "native" else isa)
+    if isinstance(cpu_build.operators(), str):
+        pytest.skip(cpu_build.operators())
+    gelu = kind()
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    every = every[every.isfinite()]  # each finite number that there is
+    inputs = [every, torch.randn((1, 70, 300)).bfloat16(), torch.randn((64, 64)).bfloat16()[:, ::2], every[:0]]
+    expected = [gelu(x) for x in inputs]
+    fused = FusedLayers(with_weights(gelu))
+    assert len(fused) == 1
+    for x, wanted in zip(inputs, expected, strict=True):
+        got = gelu(x)
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-6)
+        assert got.numel() == 0 or ((got == wanted) | (wanted.abs() < 1e-6)).float().mean() > 0.99
+    special = torch.tensor([float("nan"), float("inf"), 3.0]).bfloat16()
+    assert [str(x) for x in gelu(special).tolist()] == ["nan", "inf", "3.0"]
+    fused.close()
+    assert "forward" not in gelu.__dict__
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GELU, torch.nn.SiLU, NewGELUActivation, QuickGELUActivation])
+def test_other_activations_are_left_alone(kind: Any) -> None:
+    activation = kind()
+    assert len(FusedLayers(with_weights(activation))) == 0 and "forward" not in activation.__dict__
+
+
+def test_gelu_of_a_model_of_another_type_is_left_alone() -> None:
+    assert len(FusedLayers(with_weights(GELUTanh()).float())) == 0
+
+
 def test_nan_stays_in_its_row() -> None:
     norm = made(LlamaRMSNorm)
     x = torch.ones((3, 96)).bfloat16()
     x[1, 5] = float("nan")
-    FusedNorms(norm)
+    FusedLayers(norm)
     assert norm(x).isnan().all(1).tolist() == [False, True, False]
 
 
@@ -88,7 +128,7 @@ class SometimesRMSNorm(LlamaRMSNorm):
 @pytest.mark.parametrize("kind", [HalvedRMSNorm, SometimesRMSNorm])
 def test_a_norm_of_another_formula_is_left_alone(kind: Any) -> None:
     norm = made(kind)
-    assert len(FusedNorms(norm)) == 0 and "forward" not in norm.__dict__
+    assert len(FusedLayers(norm)) == 0 and "forward" not in norm.__dict__
 
 
 class UnhappyRMSNorm(LlamaRMSNorm):
@@ -101,13 +141,13 @@ class UnhappyRMSNorm(LlamaRMSNorm):
 @pytest.mark.parametrize("kind", [partial(MambaRMSNormGated, group_size=96), Qwen3NextRMSNormGated, UnhappyRMSNorm])
 def test_a_norm_of_more_than_its_rows_is_left_alone(kind: Any) -> None:
     norm = made(kind)
-    assert len(FusedNorms(norm)) == 0 and "forward" not in norm.__dict__
+    assert len(FusedLayers(norm)) == 0 and "forward" not in norm.__dict__
 
 
 def test_new_weights_are_used_at_once() -> None:
     norm = made(LlamaRMSNorm)
     x = torch.randn((3, 96)).bfloat16()
-    fused = FusedNorms(norm)
+    fused = FusedLayers(norm)
     norm.weight.mul_(3)
     found = norm(x)
     fused.close()
@@ -115,16 +155,16 @@ def test_new_weights_are_used_at_once() -> None:
 
 
 def test_norms_that_are_not_bf16_or_hooked_are_left_alone() -> None:
-    assert len(FusedNorms(LlamaRMSNorm(96))) == 0
+    assert len(FusedLayers(LlamaRMSNorm(96))) == 0
     norm = made(LlamaRMSNorm)
     norm.__dict__["forward"] = lambda x: x
-    assert len(FusedNorms(norm)) == 0 and "forward" in norm.__dict__
-    assert len(FusedNorms(torch.nn.LayerNorm(8))) == 0
+    assert len(FusedLayers(norm)) == 0 and "forward" in norm.__dict__
+    assert len(FusedLayers(torch.nn.LayerNorm(8))) == 0
 
 
 def test_with_gradients_and_other_types_the_modules_own_is_used() -> None:
     norm = made(LlamaRMSNorm)
-    fused = FusedNorms(norm)
+    fused = FusedLayers(norm)
     assert norm(torch.ones((1, 96))).dtype == torch.float32
     with torch.enable_grad():
         assert norm(torch.ones((1, 96)).bfloat16().requires_grad_()).requires_grad
@@ -139,7 +179,7 @@ def test_a_runner_answers_as_with_the_modules_own(family: str, monkeypatch: pyte
         assert sum("forward" in module.__dict__ for module in model.modules() if "RMSNorm" in type(module).__name__) > 2
         fused = runner.forward(works)
     assert not any("forward" in module.__dict__ for module in model.modules())
-    monkeypatch.setattr("kvcache.hf.runner.FusedNorms", lambda _: FusedNorms(torch.nn.Identity()))
+    monkeypatch.setattr("kvcache.hf.runner.FusedLayers", lambda _: FusedLayers(torch.nn.Identity()))
     with Runner(model, capacity=64) as runner:
         own = runner.forward(works)
     torch.testing.assert_close(fused.float(), own.float(), rtol=2e-2, atol=2e-2)
