@@ -32,6 +32,7 @@ BYTES = 2**16
 TINY = attention.Sizes(
     heads=HEADS,
     block_size=16,
+    large_block=32,
     decode=(Case(2, 64), Case(1, 128), Case(2, 32, is_resident=True)),
     format_case=Case(2, 64),
     prefill=(Case(1, 64, 64), Case(1, 128, 16)),
@@ -81,11 +82,11 @@ def test_attention_has_a_table_for_each_question(tables: list[Table]) -> None:
 
 def test_decode_says_who_was_measured_and_what_moved(tables: list[Table]) -> None:
     decode = tables[1]
-    assert column(decode, "contender")[:5] == ["kvcache", *TORCH_PEERS, "stream"]
+    assert column(decode, "contender")[:6] == ["kvcache", "kvcache, large blocks", *TORCH_PEERS, "stream"]
     # 2 x 64 tokens of 2 heads of 32, keys and values; and 2 rows of 4 heads of 32, read and written. Two bytes each.
     assert column(decode, "moved MB")[0] * 1e6 == 2 * 64 * 2 * 32 * 2 * 2 + 2 * 2 * 4 * 32 * 2
     assert column(decode, "kvcache is × as fast")[0] is None
-    assert all(ratio > 0 for ratio in column(decode, "kvcache is × as fast")[1:4])
+    assert all(ratio > 0 for ratio in column(decode, "kvcache is × as fast")[1:5])
 
 
 def test_formats_order_their_bytes_and_their_errors(tables: list[Table]) -> None:
@@ -305,8 +306,8 @@ def test_the_picture_is_well_formed_and_shows_each_case(tables: list[Table]) -> 
     } <= set(texts)
     width, height = (float(root.attrib[name]) for name in ("width", "height"))
     circles = list(root.iter(f"{svg}circle"))
-    # Decode and prefill of four contenders, contexts and batches of ours, and the legend.
-    assert len(circles) == 5 * 4 + 3 + 2 + 4
+    # Decode and prefill of four contenders and ours in large blocks, contexts and batches of ours, and the legend.
+    assert len(circles) == 5 * 4 + 3 + 3 + 2 + 5
     assert all(0 < float(c.attrib["cx"]) < width and 0 < float(c.attrib["cy"]) < height for c in circles)
 
 

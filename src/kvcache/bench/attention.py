@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcache import backends, formats, kernels
-from kvcache.bench.contest import ALL_PEERS, GPU_SIZES, OURS, STREAM, Contest, Sizes
+from kvcache.bench.contest import ALL_PEERS, GPU_SIZES, OURS, OURS_LARGE, STREAM, Contest, Sizes
 from kvcache.bench.outside import LLAMA, VLLM
 from kvcache.bench.paged import Case, Paged, make_batch, more_than_caches, paged_visit, row_bytes
 from kvcache.bench.table import Cell, Table
@@ -81,11 +81,11 @@ COLUMNS = ("contender", "moved MB", "ms", "GB/s", "of stream", "GFLOP/s", "kvcac
 def _rows(
     run: Contest, label: str, case: Case, times: Mapping[str, float], names: Sequence[str]
 ) -> list[tuple[Cell, ...]]:
-    """A row for us, for each peer, absent ones included, and for the stream."""
+    """A row for us, for each of `names`, absent peers included, and for the stream."""
     moved, flops = run.num_bytes(case), case.flops(run.sizes.heads)
     stream = run.stream.bandwidth(times[STREAM])
     rows: list[tuple[Cell, ...]] = []
-    for name in (OURS, *(n for n in names if n in run.peers)):
+    for name in (OURS, *(n for n in names if n in run.peers or n == OURS_LARGE)):
         seconds = times.get(name)
         if seconds is None:
             rows.append((label, name, *[None] * (len(COLUMNS) - 1)))
@@ -119,13 +119,14 @@ def _limits(run: Contest) -> Table:
 
 def _decode(run: Contest) -> Table:
     rows: list[tuple[Cell, ...]] = []
+    names = (OURS_LARGE, *ALL_PEERS)
     for case in run.sizes.decode:
         label = f"{case.num_sequences} x {case.num_tokens}" + (" again" if case.is_resident else "")
-        rows += _rows(run, label, case, run.against(case, ALL_PEERS), ALL_PEERS)
+        rows += _rows(run, label, case, run.against(case, names), names)
     heads = run.sizes.heads
     return Table(
         f"Decode, bf16, {heads.num_query_heads} query and {heads.num_heads} KV heads of {heads.head_dim}, blocks of "
-        f"{run.sizes.block_size}",
+        f"{run.sizes.block_size} and of {run.sizes.large_block}",
         ("sequences x tokens", *COLUMNS),
         rows,
         ('"again": the same tokens each time, which stay in the cache as far as they fit', *run.notes(ALL_PEERS)),

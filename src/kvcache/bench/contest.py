@@ -15,9 +15,9 @@ from kvcache.bench.peers import PEERS, inputs, peer
 from kvcache.bench.stream import Stream
 from kvcache.bench.timing import Effort, Visit, alternate
 
-__all__ = ["ALL_PEERS", "GPU_SIZES", "OURS", "STREAM", "Contest", "Sizes"]
+__all__ = ["ALL_PEERS", "GPU_SIZES", "OURS", "OURS_LARGE", "STREAM", "Contest", "Sizes"]
 
-OURS, STREAM = "kvcache", "stream"
+OURS, OURS_LARGE, STREAM = "kvcache", "kvcache, large blocks", "stream"
 ALL_PEERS = (*PEERS, VLLM, LLAMA)
 CONTEXTS = tuple(2**i * 1024 for i in range(8))
 
@@ -27,6 +27,8 @@ class Sizes(NamedTuple):
 
     heads: Heads = Heads()
     block_size: int = 16
+    large_block: int = 128
+    """That of vLLM's operator, at which decode is measured, too."""
     decode: tuple[Case, ...] = (Case(8, 8192), Case(1, 65536), Case(8, 1024, is_resident=True))
     format_case: Case = Case(8, 8192)
     formats: tuple[str, ...] = ("bf16", "fp8_e4m3", "q8_0", "q4_0")
@@ -95,8 +97,10 @@ class Contest:
         return paged_visit(case, paged, self.pool.queries(case), block_size=size, copies=copies)
 
     def against(self, case: Case, names: Sequence[str]) -> dict[str, float]:
-        """Seconds of our kernel, of the stream, and of those peers that are wanted and present."""
+        """Seconds of our kernel, of the stream, and of those of `names` that are wanted and present."""
         contenders: dict[str, Visit] = {OURS: self.ours(case), STREAM: self.stream.visit}
+        if OURS_LARGE in names:
+            contenders[OURS_LARGE] = self.ours(case, self.sizes.large_block)
         copies = self.pool.num_copies(case)
         wanted = [name for name in names if name in self.peers]
         given = inputs(case, self.pool, self.pool.queries(case)) if set(wanted) & set(PEERS) else None
