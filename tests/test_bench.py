@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import xml.etree.ElementTree as ET
@@ -144,9 +145,9 @@ def test_unknown_peers_raise() -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("tpu", "device is 'tpu'; expected cpu, or cuda for a GPU"),
-        ("meta", "device is 'meta'; expected cpu, or cuda for a GPU"),
-        ("cuda:99", r"device is 'cuda:99', and PyTorch sees \d+ GPUs here; expected cpu"),
+        ("tpu", "device is 'tpu'; expected one of these, which are here: cpu"),
+        ("cpu:0", "device is 'cpu:0'; expected one of these, which are here: cpu"),
+        ("cuda:99", "device is 'cuda:99'; expected one of these, which are here: cpu"),
     ],
 )
 def test_devices_that_are_not_here_raise(device: str, message: str) -> None:
@@ -157,6 +158,39 @@ def test_devices_that_are_not_here_raise(device: str, message: str) -> None:
 def test_only_attention_is_measured_on_a_gpu() -> None:
     with pytest.raises(ValueError, match="put is measured on the CPU, and the device is 'cuda'; attention takes one"):
         report.measure("put", "cuda")
+
+
+class FakeEvent:
+    """An event of a device that does what it is told at once."""
+
+    clock = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        self.at = 0.0 if enable_timing else None
+
+    def record(self) -> None:
+        self.at = FakeEvent.clock
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_calls_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call, which compiles, is not among them: it would look like a slow contender's."""
+    calls = []
+
+    def call() -> None:
+        calls.append(None)
+        FakeEvent.clock += 100.0 if len(calls) == 1 else 0.25
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: zeros(4, dtype=torch.int32))
+    visit = timed(call, torch.device("cuda"))
+    assert visit(3) == [0.25] * 3
+    assert len(calls) == 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -309,6 +343,15 @@ def test_the_picture_is_well_formed_and_shows_each_case(tables: list[Table]) -> 
     # Decode and prefill of four contenders and ours in large blocks, contexts and batches of ours, and the legend.
     assert len(circles) == 5 * 4 + 3 + 3 + 2 + 5
     assert all(0 < float(c.attrib["cx"]) < width and 0 < float(c.attrib["cy"]) < height for c in circles)
+
+
+@pytest.mark.parametrize("limit", [0.075, 5.0, 75.0, 86.0, 720.0, 7500.0])
+def test_the_picture_has_an_axis_for_every_speed(tables: list[Table], limit: float) -> None:
+    limits = tables[0]._replace(rows=[("memory", limit, None, ""), ("products", None, 100.0 * limit, "")])
+    row = (64, "kvcache", 1.0, 1.0, limit / 2, 0.5, 1.0)
+    others = [t._replace(rows=[row]) if t.title.startswith("Scaling") else t for t in tables[1:]]
+    root = ET.fromstring(plot([limits, *others], machine="here"))
+    assert any(text.text == f"stream limit: {limit:.1f} GB/s" for text in root.iter() if text.tag.endswith("text"))
 
 
 def test_a_picture_needs_the_tables_of_attention() -> None:

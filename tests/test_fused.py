@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from families import FAMILIES
 from kvcache.hf.fused import FusedLayers
+from kvcache.hf.replaced import Replaced
 from kvcache.hf.runner import Runner, Work
 from kvcache.kernels import cpu_build
 
@@ -74,7 +77,7 @@ def test_gelu_is_the_modules_own(kind: Any, isa: str, monkeypatch: pytest.Monkey
     gelu = kind()
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]  # each finite number that there is
-    inputs = [every, torch.randn((1, 70, 300)).bfloat16(), torch.randn((64, 64)).bfloat16()[:, ::2], every[:0]]
+    inputs = [every, torch.randn((1, 700, 301)).bfloat16(), torch.randn((64, 64)).bfloat16()[:, ::2], every[:0]]
     expected = [gelu(x) for x in inputs]
     fused = FusedLayers(with_weights(gelu))
     assert len(fused) == 1
@@ -83,13 +86,23 @@ def test_gelu_is_the_modules_own(kind: Any, isa: str, monkeypatch: pytest.Monkey
         assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
         torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-6)
         assert got.numel() == 0 or ((got == wanted) | (wanted.abs() < 1e-6)).float().mean() > 0.99
-    special = torch.tensor([float("nan"), float("inf"), 3.0]).bfloat16()
-    assert [str(x) for x in gelu(special).tolist()] == ["nan", "inf", "3.0"]
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.0]).bfloat16()
+    assert [str(x) for x in gelu(special).tolist()] == ["nan", "inf", "nan", "3.0"]
+    torch.testing.assert_close(gelu(input=inputs[1]), expected[1])
     fused.close()
     assert "forward" not in gelu.__dict__
 
 
-@pytest.mark.parametrize("kind", [torch.nn.GELU, torch.nn.SiLU, NewGELUActivation, QuickGELUActivation])
+class LateClippedGELU(torch.nn.Module):
+    """What it should not be taken for, up to a thousand."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(input, approximate="tanh").clip(max=1000)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.nn.GELU, torch.nn.SiLU, NewGELUActivation, QuickGELUActivation, LateClippedGELU]
+)
 def test_other_activations_are_left_alone(kind: Any) -> None:
     activation = kind()
     assert len(FusedLayers(with_weights(activation))) == 0 and "forward" not in activation.__dict__
@@ -176,10 +189,31 @@ def test_a_runner_answers_as_with_the_modules_own(family: str, monkeypatch: pyte
     model = FAMILIES[family].build().to(torch.bfloat16)
     works = [Work(0, 0, [3, 1, 4, 1, 5])]
     with Runner(model, capacity=64) as runner:
-        assert sum("forward" in module.__dict__ for module in model.modules() if "RMSNorm" in type(module).__name__) > 2
+        replaced = [type(m).__name__ for m in model.modules() if isinstance(m.__dict__.get("forward"), Replaced)]
+        assert sum("RMSNorm" in name for name in replaced) > 2
+        assert ("GELUTanh" in replaced) == (family == "gemma3")
         fused = runner.forward(works)
     assert not any("forward" in module.__dict__ for module in model.modules())
     monkeypatch.setattr("kvcache.hf.runner.FusedLayers", lambda _: FusedLayers(torch.nn.Identity()))
     with Runner(model, capacity=64) as runner:
         own = runner.forward(works)
     torch.testing.assert_close(fused.float(), own.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_copy_of_a_model_in_use_is_a_model_of_its_own(tmp_path: Path) -> None:
+    model = FAMILIES["gemma3"].build().to(torch.bfloat16).eval()
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    with Runner(model, capacity=64):
+        copied = deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (copied, loaded):
+        torch.testing.assert_close(other(tokens).logits, model(tokens).logits)
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+        assert not torch.equal(other(tokens).logits, model(tokens).logits)
+        with Runner(other, capacity=64) as runner:  # and runs as fast
+            names = [type(m).__name__ for m in other.modules() if isinstance(m.__dict__.get("forward"), Replaced)]
+            assert {"Gemma3RMSNorm", "GELUTanh", "Linear"} <= set(names)
+            found = runner.forward([Work(0, 0, tokens[0].tolist())])
+        torch.testing.assert_close(found.float(), other(tokens).logits[0, -1:].float(), rtol=5e-2, atol=5e-2)

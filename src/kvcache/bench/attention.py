@@ -12,7 +12,7 @@ all its layers, and vLLM's likewise. Bytes are those that must move: visible row
 Shares of the stream limit compare with the stream that took its turn among the same contenders.
 
 On a GPU it is the same tables: our kernel is the one in Triton, the stream is a copy within the GPU's memory, and a
-format's error is what checks the results.
+format's error is what checks the results. A copy reads and writes: decode, which only reads, may pass it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kvcache import backends, formats, kernels
 from kvcache.bench.contest import ALL_PEERS, GPU_SIZES, OURS, OURS_LARGE, STREAM, Contest, Sizes
+from kvcache.bench.machine import check_device
 from kvcache.bench.outside import LLAMA, VLLM
 from kvcache.bench.paged import Case, Paged, make_batch, more_than_caches, paged_visit, row_bytes
 from kvcache.bench.table import Cell, Table
@@ -40,13 +41,15 @@ __all__ = ["ALL_PEERS", "OURS", "STREAM", "Sizes", "tables"]
 def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS, device: str = "cpu") -> list[Table]:
     """All of the above; `peers` names who is measured beside us, and who cannot be had here is absent with a note.
 
-    device: "cpu", or a GPU as PyTorch names it, "cuda" or "cuda:1". Takes about a minute and a half and 3 GB, of which
-    compiling flex_attention is a third. Raises `ValueError` for a peer of no known name and for other devices.
+    device: "cpu", or a GPU as PyTorch names it, "cuda" or "cuda:1". Takes about a minute and a half, of which compiling
+    flex_attention is a third, and 3 GB; on a GPU 5 GB, and twice that for repeated heads. Raises `ValueError` for a
+    peer of no known name and for other devices.
     """
     unknown = [name for name in peers if name not in ALL_PEERS]
     if unknown:
         raise ValueError(f"peers are {unknown}; expected some of {', '.join(ALL_PEERS)}")
-    where = _device(device)
+    check_device(device)
+    where = torch.device(device)
     with torch.no_grad(), ExitStack() as stack:
         run = Contest(sizes or (Sizes() if where.type == "cpu" else GPU_SIZES), peers, stack, where)
         return [
@@ -59,18 +62,6 @@ def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS, device:
             _batches(run),
             _windows(run),
         ]
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}; expected cpu, or cuda for a GPU")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r}, and PyTorch sees {torch.cuda.device_count()} GPUs here; expected cpu")
-    return device
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -100,14 +91,14 @@ def _rows(
 
 
 def _limits(run: Contest) -> Table:
-    side = run.sizes.matmul
+    side, is_cpu = run.sizes.matmul, run.device.type == "cpu"
     left, right = (
         torch.randn(side, side, generator=torch.Generator().manual_seed(i)).bfloat16().to(run.device) for i in range(2)
     )
     times = alternate({STREAM: run.stream.visit, "matmul": timed(lambda: left @ right, run.device)}, run.sizes.effort)
     bandwidth, flops = run.stream.bandwidth(times[STREAM]), 2 * side**3 / times["matmul"]
     return Table(
-        "Limits of this machine, as PyTorch reaches them with all its threads",
+        f"Limits of this {'machine, as PyTorch reaches them with all its threads' if is_cpu else 'GPU'}",
         ("limit", "GB/s", "GFLOP/s", "how"),
         [
             ("memory", bandwidth / 1e9, None, f"{run.stream.reader} over {run.stream.num_bytes / 1e6:.0f} MB"),
@@ -123,13 +114,14 @@ def _decode(run: Contest) -> Table:
     for case in run.sizes.decode:
         label = f"{case.num_sequences} x {case.num_tokens}" + (" again" if case.is_resident else "")
         rows += _rows(run, label, case, run.against(case, names), names)
-    heads = run.sizes.heads
+    heads, is_resident = run.sizes.heads, any(case.is_resident for case in run.sizes.decode)
+    again = ['"again": the same tokens each time, which stay in the cache as far as they fit'] if is_resident else []
     return Table(
         f"Decode, bf16, {heads.num_query_heads} query and {heads.num_heads} KV heads of {heads.head_dim}, blocks of "
         f"{run.sizes.block_size} and of {run.sizes.large_block}",
         ("sequences x tokens", *COLUMNS),
         rows,
-        ('"again": the same tokens each time, which stay in the cache as far as they fit', *run.notes(ALL_PEERS)),
+        (*again, *run.notes(ALL_PEERS)),
     )
 
 
@@ -216,6 +208,8 @@ def _formats(run: Contest) -> Table:
     original = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in (5, 6)]
     num_rows = 2 * case.num_read * heads.num_heads
     copies = {name: more_than_caches(num_rows * row_bytes(name, heads.head_dim)) for name in sizes.formats}
+    if run.device.type == "cuda":
+        copies = dict.fromkeys(copies, 1)  # its caches are rewritten between calls
     stored = {name: _encoded(name, original, copies[name], run.device) for name in sizes.formats}
     visits = {
         name: paged_visit(case, paged, queries, block_size=block_size, copies=copies[name])

@@ -78,7 +78,7 @@ class Contest:
         self.llama: Llama | None = None
         threads, slots = torch.get_num_threads(), self.pool.num_slots
         for name in (name for name in (VLLM, LLAMA) if name in peers):
-            if device != CPU:
+            if device.type != "cpu":
                 self.absent[name] = "it is measured on the CPU only"
                 continue
             try:
@@ -112,7 +112,7 @@ class Contest:
                     contenders[name] = self.vllm.attention(case, copies)
                 elif name == LLAMA and self.llama is not None:
                     contenders[name] = self.llama.attention(case, copies)
-            except (ImportError, RuntimeError) as error:
+            except (ImportError, RuntimeError) as error:  # out of memory is one of the latter
                 self.absent[name] = str(error)
         times = alternate(contenders, self.sizes.effort)
         if LLAMA in contenders and self.llama is not None:

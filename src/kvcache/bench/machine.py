@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvcache.bench.table import Cell
 
-__all__ = ["cache_bytes", "describe", "load_average", "machine"]
+__all__ = ["cache_bytes", "check_device", "describe", "load_average", "machine"]
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 PACKAGES = ("kvcache", "torch", "triton", "transformers", "numpy")
@@ -41,6 +41,18 @@ def describe(device: str = "cpu") -> dict[str, Cell]:
         except PackageNotFoundError:
             description[package] = None
     return description
+
+
+def check_device(device: str) -> None:
+    """Raises `ValueError` when this is neither "cpu" nor a GPU that PyTorch sees, "cuda" or "cuda:1"."""
+    if device == "cpu":
+        return
+    import torch
+
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    here = ["cpu", "cuda", *gpus] if gpus else ["cpu"]
+    if device not in here:
+        raise ValueError(f"device is {device!r}; expected one of these, which are here: {', '.join(here)}")
 
 
 def load_average() -> float:

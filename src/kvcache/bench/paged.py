@@ -114,7 +114,7 @@ class Pool:
 
     def num_copies(self, case: Case) -> int:
         """How many parts of the pool calls of this case take turns over."""
-        if case.is_resident:
+        if case.is_resident or self.device.type == "cuda":  # a GPU's caches are rewritten before each call
             return 1
         return max(1, min(self.num_slots // case.num_slots, more_than_caches(case.num_read * 4 * self.width)))
 

@@ -139,7 +139,7 @@ def _scaling(table: Table, label: str, bandwidth: float, colours: dict[str, str]
     xs = [x for line in lines for x, _ in line.points]
     top = 1.15 * max([bandwidth, *(y for line in lines for _, y in line.points)])
     step = 10.0 ** floor(log10(top))
-    step = next(s for s in (step / 5, step / 2, step) if top / s <= 8)
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if top / s <= 8)
     x_axis = _doubling(label, min(xs), max(xs))
     y_axis = _Axis("GB/s", lambda y: y / top, [(i * step, f"{i * step:g}") for i in range(int(top / step) + 1)])
     limit = _Line(f"stream limit: {bandwidth:.1f} GB/s", [(min(xs), bandwidth), (max(xs), bandwidth)], joined=True)

@@ -68,6 +68,9 @@ def timed(function: Callable[[], object], device: torch.device | None = None) ->
 def _timed_by_events(function: Callable[[], object], device: torch.device) -> Visit:
     import torch
 
+    function()  # what is compiled takes seconds, on which a contender's share must not depend
+    torch.cuda.synchronize(device)
+
     def visit(num_calls: int) -> list[float]:
         rewritten = torch.zeros(REWRITTEN_BYTES // 4, dtype=torch.int32, device=device)
         spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_calls)]

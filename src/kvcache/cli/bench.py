@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table as Printed
 
-from kvcache.bench.machine import load_average, machine
+from kvcache.bench.machine import check_device, load_average, machine
 from kvcache.bench.report import NAMES, as_json, measure
 from kvcache.bench.table import Cell, Table
 
@@ -59,6 +59,7 @@ def bench(wanted: Asked) -> None:
 
     Of several, one whose packages are missing is left out with a word on stderr; a single one raises `ImportError`.
     """
+    check_device(wanted.device)
     for file in (wanted.json_file, wanted.plot_file):
         if file not in (None, "-"):
             Path(file).open("a").close()  # it can be written to: not found out after minutes of measuring

@@ -14,13 +14,13 @@ many sizes, or is left alone. So are norms that take more than their rows, as Ma
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from kvcache.hf.replaced import Replaced, has_own_forward
 from kvcache.kernels import cpu_build
 
 __all__ = ["FusedLayers"]
@@ -46,84 +46,85 @@ class FusedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[nn.Module] = []
-        is_bf16 = any(weight.dtype is torch.bfloat16 and weight.is_cpu for weight in model.parameters())
-        candidates = [module for module in model.modules() if is_bf16 and (_is_norm(module) or _is_gelu(module))]
-        library = cpu_build.operators() if candidates else ""
+        if not any(weight.dtype is torch.bfloat16 and weight.is_cpu for weight in model.parameters()):
+            return
+        ways = {module: ways for module in model.modules() if (ways := _norms(module) or _gelus(module))}
+        library = cpu_build.operators() if ways else ""
         if isinstance(library, str):
             return
-        for module in candidates:
-            forward = _forward(module, library)
+        for module, way in ways.items():
+            forward = _forward(module, way, library)
             if forward is not None:
-                module.__dict__["forward"] = forward
+                Replaced.put(module, forward)
                 self._modules.append(module)
 
     def close(self) -> None:
         """Give the layers their own `forward` back. Repeating it changes nothing."""
         for module in self._modules:
-            module.__dict__.pop("forward", None)
+            Replaced.undo(module)
         self._modules = []
 
     def __len__(self) -> int:
         return len(self._modules)
 
 
-def _is_norm(module: nn.Module) -> bool:
+class _Ways(NamedTuple):
+    """What a layer may compute, given the operators; and what it is asked."""
+
+    formulas: Callable[[Any], list[_Layer]]
+    probe: Tensor
+    least: float
+    """Results below this are not compared."""
+
+
+def _norms(module: Any) -> _Ways | None:
+    """For a root-mean-square norm of bf16. Its weight is looked up with each call: it may be another one by then."""
     parameters = dict(module.named_parameters())
-    weight = parameters.get("weight")
-    return (
-        "RMSNorm" in type(module).__name__
-        and len(parameters) == 1
-        and weight is not None
-        and (weight.dim(), weight.dtype, weight.device.type) == (1, torch.bfloat16, "cpu")
-        and _eps(module) is not None
-        and _takes_one(module)
-    )
+    weight, eps = parameters.get("weight"), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if (
+        "RMSNorm" not in type(module).__name__
+        or len(parameters) != 1
+        or weight is None
+        or (weight.dim(), weight.dtype, weight.device.type) != (1, torch.bfloat16, "cpu")
+        or not isinstance(eps, float)
+        or not _takes_one(module)
+    ):
+        return None
+
+    def formula(library: Any, offset: float, rounds_first: bool) -> _Layer:
+        return lambda x: library.rms_norm(x, module.weight, offset, eps, rounds_first)
+
+    # From rows that eps outweighs to large ones.
+    sizes = torch.logspace(-5, 2, 16)[:, None]
+    rows = torch.randn((16, len(weight)), generator=torch.Generator().manual_seed(0))
+    return _Ways(lambda library: [formula(library, *one) for one in _NORMS], (rows * sizes).bfloat16(), 0.0)
 
 
-def _is_gelu(module: nn.Module) -> bool:
-    return "gelu" in type(module).__name__.lower() and _takes_one(module)
+def _gelus(module: nn.Module) -> _Ways | None:
+    """For GELU by tanh, which is asked for each finite number of bf16."""
+    if "gelu" not in type(module).__name__.lower() or not _takes_one(module):
+        return None
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return _Ways(lambda library: [library.gelu_tanh], every[every.isfinite()], GELU_ENDS)
 
 
 def _takes_one(module: nn.Module) -> bool:
-    return "forward" not in module.__dict__ and len(inspect.signature(module.forward).parameters) == 1
+    return has_own_forward(module) and len(inspect.signature(module.forward).parameters) == 1
 
 
-def _eps(module: nn.Module) -> float | None:
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return found if isinstance(found, float) else None
-
-
-def _candidates(module: Any, library: Any) -> Iterator[_Layer]:
-    """What the layer may compute. A norm's weight is looked up with each call: it may be another one by then."""
-    if not _is_norm(module):
-        yield library.gelu_tanh
-        return
-
-    def normed(x: Tensor, offset: float, rounds_first: bool) -> Tensor:
-        result: Tensor = library.rms_norm(x, module.weight, offset, eps, rounds_first)
-        return result
-
-    eps = _eps(module)
-    for offset, rounds_first in _NORMS:
-        yield partial(normed, offset=offset, rounds_first=rounds_first)
-
-
-def _forward(module: Any, library: Any) -> _Layer | None:
+def _forward(module: nn.Module, ways: _Ways, library: Any) -> _Layer | None:
     """The forward of a layer that computes one of the formulas."""
     own: Callable[[Tensor], Any] = module.forward
-    # From rows that eps outweighs to large ones.
-    sizes = torch.logspace(-5, 2, 16)[:, None]
-    dim = len(module.weight) if _is_norm(module) else 256
-    probe = (torch.randn((16, dim), generator=torch.Generator().manual_seed(0)) * sizes).bfloat16()
     with torch.inference_mode():
         try:
-            expected = own(probe)
+            expected = own(ways.probe)
         except Exception:
             return None  # it wants something else than rows
-        if not isinstance(expected, Tensor) or expected.dtype is not torch.bfloat16 or expected.shape != probe.shape:
+        shape = ways.probe.shape
+        if not isinstance(expected, Tensor) or (expected.dtype, expected.shape) != (torch.bfloat16, shape):
             return None
-        for fused in _candidates(module, library):
-            if _is_same(fused(probe), expected, 0.0 if _is_norm(module) else GELU_ENDS):
+        for fused in ways.formulas(library):
+            if _is_same(fused(ways.probe), expected, ways.least):
                 break
         else:
             return None

@@ -19,6 +19,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from kvcache.hf.replaced import Replaced, has_own_forward
+
 __all__ = ["PackedLinears", "available_bytes"]
 
 MEMORY_SHARE = 2
@@ -65,12 +67,12 @@ class PackedLinears:
         self._pointers = packed.keys() - _packed.keys()
         _packed.update((pointer, packed[pointer]) for pointer in self._pointers)
         for module in self._modules:
-            module.__dict__["forward"] = _forward(module, packed[module.weight.data_ptr()])
+            Replaced.put(module, _forward(module, packed[module.weight.data_ptr()]))
 
     def close(self) -> None:
         """Give the layers their own `forward` back and free the copies. Repeating it changes nothing."""
         for module in self._modules:
-            module.__dict__.pop("forward", None)
+            Replaced.undo(module)
         for pointer in self._pointers:
             del _packed[pointer]
         self._modules, self._pointers, self.num_bytes = [], set(), 0
@@ -113,7 +115,7 @@ def _can_pack(module: nn.Linear) -> bool:
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.bfloat16
         and module.weight.numel() > 0
-        and "forward" not in module.__dict__
+        and has_own_forward(module)
     )
 
 

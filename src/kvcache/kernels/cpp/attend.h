@@ -123,11 +123,12 @@ class Attention {
     }
   }
 
-  void cut_into_chunks(Task& task, int64_t target, int64_t& partial_rows) {
+  // `least`: what a chunk of many rows must cost. Their partial results are as large as what they read.
+  void cut_into_chunks(Task& task, int64_t least, int64_t& partial_rows) {
     const int64_t slots = task.slot_end - task.slot_begin;
     task.chunk_size = CHUNK;
-    if (rows_of_head(task) > FEW_ROWS) {  // cut when it is worth two items: partial results of many rows are large
-      const int64_t pieces = std::clamp<int64_t>(task.cost / (2 * target), 1, (slots + CHUNK - 1) / CHUNK + 1);
+    if (rows_of_head(task) > FEW_ROWS) {
+      const int64_t pieces = std::clamp<int64_t>(task.cost / least, 1, (slots + CHUNK - 1) / CHUNK + 1);
       task.chunk_size = pieces == 1 ? std::max<int64_t>(task.slot_end, 1) : (slots + pieces - 1) / pieces;
       task.chunk_size = (task.chunk_size + TILE - 1) / TILE * TILE;
     }
@@ -148,10 +149,11 @@ class Attention {
     int64_t total = 0, partial_rows = 0;
     for (const Task& task : tasks) total += task.cost;
     const int64_t target = std::max<int64_t>(total / (threads * 8), 1);
+    const bool are_many = int64_t(tasks.size()) >= 3 * threads;  // enough for all threads as they are
     remaining.reset(new std::atomic<int64_t>[tasks.size()]);
     for (size_t t = 0; t < tasks.size(); t++) {
       Task& task = tasks[t];
-      cut_into_chunks(task, target, partial_rows);
+      cut_into_chunks(task, are_many ? 2 * target : target, partial_rows);
       remaining[t] = task.num_chunks;
       const int64_t pieces = std::clamp<int64_t>((task.cost + target - 1) / target, 1, task.num_chunks);
       for (int64_t i = 0; i < pieces; i++)
