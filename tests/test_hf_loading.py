@@ -66,6 +66,10 @@ def test_demo_tensors_are_bit_identical_to_the_gguf_packages(demo: Loaded) -> No
         assert np.array_equal(seen, expected.reshape(-1)), place.parameter
 
 
+def test_demo_is_shown_in_a_line(demo: Loaded) -> None:
+    assert repr(demo) == f"Loaded(name='demo', source={demo.source!r})"
+
+
 def test_demo_config_is_gemma_3_270m(demo: Loaded) -> None:
     config = demo.model.config.to_dict()
     expected = {

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvcache
+import kvcache.hf
 
 # Section 3 of the design, as far as it exists without an engine.
 PUBLIC = [
@@ -68,6 +69,7 @@ def test_errors_live_in_one_module_under_one_root(name: str) -> None:
 
 def test_every_exported_name_is_listed_by_dir() -> None:
     assert set(kvcache.__all__) <= set(dir(kvcache))
+    assert set(kvcache.hf.__all__) <= set(dir(kvcache.hf))
     assert len(kvcache.__all__) == len(set(kvcache.__all__))
 
 

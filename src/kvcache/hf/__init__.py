@@ -40,3 +40,7 @@ def __getattr__(name: str) -> Any:
     with needing("hf", "kvcache.hf"):
         home = import_module(_HOMES[name])
     return getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

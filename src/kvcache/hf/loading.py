@@ -19,7 +19,7 @@ import gc
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -49,8 +49,8 @@ class Loaded:
     `"a model object"`. `fingerprint` is computed when first asked for (see `fingerprint`).
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel = field(repr=False)  # thousands of lines
+    tokenizer: PreTrainedTokenizerBase | None = field(repr=False)
     name: str
     source: str
 
