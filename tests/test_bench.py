@@ -415,6 +415,13 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
             invoke("attention", option, str(tmp_path / "no" / "folder"))
 
 
+def test_a_device_that_will_not_do_leaves_no_file(tmp_path: Path) -> None:
+    for name, message in (("put", "put is measured on the CPU"), ("attention", "device is 'tpu'; expected one of")):
+        with pytest.raises(ValueError, match=message):
+            invoke(name, "--device", "tpu", "--json", str(tmp_path / "made.json"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_busy_machine_is_warned_about(monkeypatch: pytest.MonkeyPatch, tables: list[Table]) -> None:
     use_tiny(monkeypatch, tables)
     for load, is_busy in ((3.5, True), (0.1, False)):

@@ -207,9 +207,7 @@ def _formats(run: Contest) -> Table:
     shape = (case.num_slots // block_size, heads.num_heads, block_size, heads.head_dim)
     original = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in (5, 6)]
     num_rows = 2 * case.num_read * heads.num_heads
-    copies = {name: more_than_caches(num_rows * row_bytes(name, heads.head_dim)) for name in sizes.formats}
-    if run.device.type == "cuda":
-        copies = dict.fromkeys(copies, 1)  # its caches are rewritten between calls
+    copies = {name: more_than_caches(num_rows * row_bytes(name, heads.head_dim), run.device) for name in sizes.formats}
     stored = {name: _encoded(name, original, copies[name], run.device) for name in sizes.formats}
     visits = {
         name: paged_visit(case, paged, queries, block_size=block_size, copies=copies[name])

@@ -10,10 +10,10 @@ import torch
 
 from kvcache import kernels
 from kvcache.bench.outside import LLAMA, VLLM, Llama, Vllm
-from kvcache.bench.paged import CPU, Case, Heads, Paged, Pool, paged_visit
+from kvcache.bench.paged import Case, Heads, Paged, Pool, paged_visit
 from kvcache.bench.peers import PEERS, inputs, peer
 from kvcache.bench.stream import Stream
-from kvcache.bench.timing import Effort, Visit, alternate
+from kvcache.bench.timing import CPU, Effort, Visit, alternate
 
 __all__ = ["ALL_PEERS", "GPU_SIZES", "OURS", "OURS_LARGE", "STREAM", "Contest", "Sizes"]
 

@@ -19,9 +19,8 @@ DEFAULT_CACHE_BYTES = 32 * 2**20
 
 def machine(device: str = "cpu") -> str:
     """Processor, cores that this process may use, system, Python, and the GPU if one is measured: one line."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu = "" if device == "cpu" else f"{_gpu(device)}, "
-    return f"{gpu}{_processor()}, {cores} cores, {platform.system()}, Python {platform.python_version()}"
+    return f"{gpu}{_processor()}, {_cores()} cores, {platform.system()}, Python {platform.python_version()}"
 
 
 def describe(device: str = "cpu") -> dict[str, Cell]:
@@ -29,7 +28,7 @@ def describe(device: str = "cpu") -> dict[str, Cell]:
     description: dict[str, Cell] = {
         "name": machine(device),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": _cores(),
         "last_level_cache_bytes": cache_bytes(),
         "memory_bytes": _memory_bytes(),
         "system": platform.platform(),
@@ -70,6 +69,11 @@ def _size(text: str) -> int:
     """Bytes of "32768K"."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text or 0)
+
+
+def _cores() -> int | None:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _memory_bytes() -> int | None:

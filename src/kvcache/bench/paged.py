@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcache import backends, formats, kernels
 from kvcache.bench.machine import cache_bytes
-from kvcache.bench.timing import Visit, timed
+from kvcache.bench.timing import CPU, Visit, timed
 from kvcache.formats import Stored
 from kvcache.kernels import AttentionBatch, Segment
 
@@ -29,7 +29,6 @@ __all__ = ["Case", "Heads", "Paged", "Pool", "make_batch", "more_than_caches", "
 CACHES = 4
 """A pool and the copies of a case together are so many times the last-level cache."""
 CHUNK = 8192
-CPU = torch.device("cpu")
 
 
 class Heads(NamedTuple):
@@ -114,9 +113,10 @@ class Pool:
 
     def num_copies(self, case: Case) -> int:
         """How many parts of the pool calls of this case take turns over."""
-        if case.is_resident or self.device.type == "cuda":  # a GPU's caches are rewritten before each call
+        if case.is_resident:
             return 1
-        return max(1, min(self.num_slots // case.num_slots, more_than_caches(case.num_read * 4 * self.width)))
+        enough = more_than_caches(case.num_read * 4 * self.width, self.device)
+        return max(1, min(self.num_slots // case.num_slots, enough))
 
     def queries(self, case: Case) -> Tensor:
         """bf16 [B * queries, Hq, D]."""
@@ -124,8 +124,10 @@ class Pool:
         return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(self.device)
 
 
-def more_than_caches(num_bytes: int) -> int:
-    """How many times so many bytes are `CACHES` last-level caches, at least."""
+def more_than_caches(num_bytes: int, device: torch.device = CPU) -> int:
+    """How many times so many bytes are `CACHES` last-level caches, at least; once on a GPU, whose are rewritten."""
+    if device.type == "cuda":
+        return 1
     return -(-CACHES * cache_bytes() // num_bytes)
 
 

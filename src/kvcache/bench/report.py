@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kvcache.bench.machine import describe
+from kvcache.bench.machine import check_device, describe
 from kvcache.bench.table import Cell, Table
 from kvcache.errors import needing
 
-__all__ = ["NAMES", "as_json", "from_json", "measure"]
+__all__ = ["NAMES", "as_json", "check", "from_json", "measure"]
 
 NAMES = {
     "attention": "decode, prefill, formats, block sizes, scaling; beside SDPA, flex_attention, vLLM, llama.cpp",
@@ -30,15 +30,18 @@ DIGITS = 6
 """Significant digits that are kept of a measured number; more would be noise."""
 
 
-def measure(name: str, device: str = "cpu") -> list[Table]:
-    """The tables of that name. Raises `ValueError` for an unknown one, `ImportError` when a package is missing.
-
-    device: where; only attention is measured on others than the CPU.
-    """
+def check(name: str, device: str) -> None:
+    """Raises `ValueError` for an unknown name, a device that is not here, or one where this is not measured."""
     if name not in NAMES:
         raise ValueError(f"there is no measurement {name!r}; expected one of {', '.join(NAMES)}, or all")
     if device != "cpu" and name != "attention":
         raise ValueError(f"{name} is measured on the CPU, and the device is {device!r}; attention takes one")
+    check_device(device)
+
+
+def measure(name: str, device: str = "cpu") -> list[Table]:
+    """The tables of that name, measured on `device`. Raises as `check` does, and `ImportError` without a package."""
+    check(name, device)
     with needing("demo", f"kvcache bench {name}"):
         module: Any = importlib.import_module(f"kvcache.bench.{name}")
     tables: list[Table] = module.tables() if device == "cpu" else module.tables(device=device)

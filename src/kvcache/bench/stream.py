@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcache import backends
 from kvcache.bench.machine import cache_bytes
-from kvcache.bench.timing import Visit, timed
+from kvcache.bench.timing import CPU, Visit, timed
 
 __all__ = ["Stream", "read_bandwidth"]
 
@@ -27,7 +27,6 @@ MIN_BYTES = 256 * 2**20
 CACHES = 8
 """The buffer is so many times the last-level cache."""
 ROUNDS = 7
-CPU = torch.device("cpu")
 GPU_BYTES = 2**31
 
 

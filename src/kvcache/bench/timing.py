@@ -17,12 +17,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-__all__ = ["Effort", "Visit", "alternate", "timed"]
+__all__ = ["CPU", "Effort", "Visit", "alternate", "timed"]
+
+CPU = torch.device("cpu")
 
 Visit: TypeAlias = Callable[[int], list[float]]
 """Calls a contender that many times and gives the seconds of each call."""
@@ -49,9 +50,9 @@ class _Share(NamedTuple):
     calls: int
 
 
-def timed(function: Callable[[], object], device: torch.device | None = None) -> Visit:
-    """The visit of a contender in this process, whose results are on `device`; `None`: the CPU."""
-    if device is not None and device.type == "cuda":
+def timed(function: Callable[[], object], device: torch.device = CPU) -> Visit:
+    """The visit of a contender in this process, whose results are on `device`."""
+    if device.type == "cuda":
         return _timed_by_events(function, device)
 
     def visit(num_calls: int) -> list[float]:
@@ -66,8 +67,6 @@ def timed(function: Callable[[], object], device: torch.device | None = None) ->
 
 
 def _timed_by_events(function: Callable[[], object], device: torch.device) -> Visit:
-    import torch
-
     function()  # what is compiled takes seconds, on which a contender's share must not depend
     torch.cuda.synchronize(device)
 

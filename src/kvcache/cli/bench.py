@@ -12,8 +12,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table as Printed
 
-from kvcache.bench.machine import check_device, load_average, machine
-from kvcache.bench.report import NAMES, as_json, measure
+from kvcache.bench.machine import load_average, machine
+from kvcache.bench.report import NAMES, as_json, check, measure
 from kvcache.bench.table import Cell, Table
 
 __all__ = ["Asked", "asked", "bench", "names_with_help", "shown"]
@@ -49,8 +49,6 @@ def asked(arguments: Sequence[str], *, as_json: bool, plot: str | None, note: st
     chosen = tuple(NAMES) if names == [ALL] else tuple(names)
     if plot is not None and "attention" not in chosen:
         raise ValueError(f"--plot draws attention, and {names[0]} was asked for; ask for attention or {ALL}")
-    if device != "cpu" and chosen != ("attention",):
-        raise ValueError(f"--device is {device}, and {names[0]} was asked for; only attention is measured on a GPU")
     return Asked(chosen, (files[0] if files else "-") if as_json else None, plot, note, device)
 
 
@@ -59,7 +57,8 @@ def bench(wanted: Asked) -> None:
 
     Of several, one whose packages are missing is left out with a word on stderr; a single one raises `ImportError`.
     """
-    check_device(wanted.device)
+    for name in wanted.names:
+        check(name, wanted.device)
     for file in (wanted.json_file, wanted.plot_file):
         if file not in (None, "-"):
             Path(file).open("a").close()  # it can be written to: not found out after minutes of measuring

@@ -293,7 +293,7 @@ class Attention {
       std::fill_n(out, width, 0.0f);
       for (int64_t c = 0; c < task.num_chunks; c++) {
         const int64_t row = task.partial_row + c * rows + r;
-        const float weight = partial_m[size_t(row)] == m ? 1.0f : exp2(splat(partial_m[size_t(row)] - m))[0];
+        const float weight = shrinking(partial_m[size_t(row)], m);
         const float* from = partial_output.get() + row * width;
         for (int64_t i = 0; i < width; i++) out[i] += weight * from[i];
         l += weight * partial_l[size_t(row)];
@@ -313,7 +313,7 @@ class Attention {
       float l = s.l.at[r], factor = 1.0f;
       if (p.sinks != nullptr) {
         const float sink = p.sinks[head] * LOG2E, top = std::max(s.m.at[r], sink);
-        factor = s.m.at[r] == top ? 1.0f : exp2(splat(s.m.at[r] - top))[0];
+        factor = shrinking(s.m.at[r], top);
         l = l * factor + (sink == NOTHING ? 0.0f : exp2(splat(sink - top))[0]);
       }
       factor = l == 0.0f ? 0.0f : factor / l;  // NaN stays

@@ -318,6 +318,10 @@ inline void mix_packed(const Shape& shape, const Scratch& s, int base, int begin
   });
 }
 
+// What a weight of maximum `m` is worth where the maximum is `top`, in base 2: exactly 1 where they are the same, infinite or
+// not.
+KV_INLINE float shrinking(float m, float top) { return m == top ? 1.0f : exp2(splat(m - top))[0]; }
+
 // Scores of N rows that see [begin, end) become weights in place; the rows' states move on, and their correction factors are
 // set. Rows go side by side, because the steps of one row wait for each other.
 template <int N>
@@ -350,7 +354,7 @@ void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, fl
 #pragma GCC unroll 4
   for (int r = 0; r < N; r++) {
     top[r] = std::max(m[r], maximum_of(highest[r]));
-    correction[r] = m[r] == top[r] ? 1.0f : exp2(splat(m[r] - top[r]))[0];
+    correction[r] = shrinking(m[r], top[r]);
     m[r] = top[r];
     if (top[r] == NOTHING) top[r] = 0.0f;  // nothing seen yet: weights of zero
   }
