@@ -26,6 +26,7 @@
 namespace kv {
 
 constexpr int CHUNK = 512;      // slots; a multiple of TILE
+constexpr int MOST_CHUNK = 2048;
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
 constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
 
@@ -123,10 +124,17 @@ class Attention {
     }
   }
 
+  // Slots of a chunk of few rows: more of them where there are many, because partial results are written and read again.
+  static int64_t chunk_of(int64_t slots) {
+    int64_t chunk = CHUNK;
+    while (chunk < MOST_CHUNK && slots >= 16 * chunk) chunk *= 2;
+    return chunk;
+  }
+
   // `least`: what a chunk of many rows must cost. Their partial results are as large as what they read.
   void cut_into_chunks(Task& task, int64_t least, int64_t& partial_rows) {
     const int64_t slots = task.slot_end - task.slot_begin;
-    task.chunk_size = CHUNK;
+    task.chunk_size = chunk_of(slots);
     if (rows_of_head(task) > FEW_ROWS) {
       const int64_t pieces = std::clamp<int64_t>(task.cost / least, 1, (slots + CHUNK - 1) / CHUNK + 1);
       task.chunk_size = pieces == 1 ? std::max<int64_t>(task.slot_end, 1) : (slots + pieces - 1) / pieces;
@@ -143,7 +151,10 @@ class Attention {
     std::vector<Task> parts;
     for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s), parts);
     int64_t chunks = 0;
-    for (const Task& part : parts) chunks += (part.slot_end - part.slot_begin) / CHUNK + 1;
+    for (const Task& part : parts) {
+      const int64_t slots = part.slot_end - part.slot_begin;
+      chunks += slots / chunk_of(slots) + 1;
+    }
     const int most_heads = int(std::clamp<int64_t>(p.heads * chunks / (4 * threads), 1, p.heads));
     for (const Task& part : parts) add_heads(part, most_heads);
     int64_t total = 0, partial_rows = 0;

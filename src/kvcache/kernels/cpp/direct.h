@@ -29,8 +29,10 @@ KV_INLINE __m512 sum_of_parts(const __m512* v) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
 }
 
-// scores[r][:slots] = q[r] . keys, for bf16 keys where they lie. `pairs` is dim / 2.
-template <int MR>
+constexpr int AGAIN = 20;  // slots before a row is read, its lines are asked for once more
+
+// scores[r][:slots] = q[r] . keys, for bf16 keys where they lie. `pairs` is dim / 2; WHOLE: a multiple of 16.
+template <int MR, bool WHOLE>
 void scores_direct(const uint32_t* q, const uint8_t* const* rows, float* scores, int pairs, int slots, Ahead& next) {
   Ahead ahead = next;
   for (int k = 0; k < slots; k += 16) {
@@ -38,6 +40,7 @@ void scores_direct(const uint32_t* q, const uint8_t* const* rows, float* scores,
 #pragma GCC unroll 4
     for (int quad = 0; quad < 4; quad++) {
       const uint8_t* const* row = rows + k + 4 * quad;
+      const uint8_t* const* soon = rows + std::min(k + 4 * quad + AGAIN, TILE - 4);
       __m512 acc[MR][4];
 #pragma GCC unroll 4
       for (int r = 0; r < MR; r++)
@@ -46,12 +49,13 @@ void scores_direct(const uint32_t* q, const uint8_t* const* rows, float* scores,
       for (int c = 0; c < pairs; c += 16) {
         ahead.step<1>();
         const __mmask16 mask = pairs - c >= 16 ? 0xffff : __mmask16((1u << (pairs - c)) - 1u);
+        const auto load = [&](const void* at) { return WHOLE ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(mask, at); };
         __m512i key[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) key[i] = _mm512_maskz_loadu_epi32(mask, row[i] + 4 * c);
+        for (int i = 0; i < 4; i++) fetch_dropped(soon[i] + 4 * c), key[i] = load(row[i] + 4 * c);
 #pragma GCC unroll 4
         for (int r = 0; r < MR; r++) {
-          const __m512i query = _mm512_maskz_loadu_epi32(mask, q + size_t(r) * pairs + c);
+          const __m512i query = load(q + size_t(r) * pairs + c);
 #pragma GCC unroll 4
           for (int i = 0; i < 4; i++) acc[r][i] = _mm512_dpbf16_ps(acc[r][i], (__m512bh)query, (__m512bh)key[i]);
         }
@@ -75,6 +79,12 @@ KV_INLINE void mix_block_direct(const uint32_t* p, size_t p_stride, const uint8_
     for (int v = 0; v < NV; v++) acc[r][v] = _mm512_setzero_ps();
   for (int j = 0; j < slots; j += 2) {
     ahead.step<1>();
+    if constexpr (F == BF16)
+#pragma GCC unroll 2
+      for (int g = 0; g < NV / 2; g++) {
+        const uint8_t* const* soon = rows + std::min(j + AGAIN, TILE - 2);
+        fetch_dropped(soon[0] + 2 * (d + g * GROUP)), fetch_dropped(soon[1] + 2 * (d + g * GROUP));
+      }
     __m512i b[NV + 2];
 #pragma GCC unroll 2
     for (int g = 0; g < NV / 2; g++) pair_rows<F>(rows[j], rows[j + 1], d + g * GROUP, dim, b + 2 * g);

@@ -67,16 +67,17 @@ struct Reader {
 };
 
 template <int F>
-void set_functions(Reader& reader, bool is_key) {
+void set_functions(Reader& reader, bool is_key, int dim) {
   reader.f32 = is_key ? pack_keys_f32<F> : pack_values_f32<F>;
 #if defined(KV_BF16)
   if constexpr (F >= BF16) {
     if (!reader.bf16) return;
     reader.pairs = is_key ? pack_keys_bf16<F> : pack_values_bf16<F>;
-    const ScoreDirect scores[] = {scores_direct<1>, scores_direct<2>, scores_direct<3>, scores_direct<4>};
+    const ScoreDirect whole[] = {scores_direct<1, true>, scores_direct<2, true>, scores_direct<3, true>, scores_direct<4, true>};
+    const ScoreDirect any[] = {scores_direct<1, false>, scores_direct<2, false>, scores_direct<3, false>, scores_direct<4, false>};
     const MixDirect mixes[] = {mix_direct<F, 1>, mix_direct<F, 2>, mix_direct<F, 3>, mix_direct<F, 4>};
     for (int i = 0; i < FEW_BLOCK; i++) {
-      if (F == BF16 && is_key) reader.score_direct[i] = scores[i];
+      if (F == BF16 && is_key) reader.score_direct[i] = dim % 32 == 0 ? whole[i] : any[i];
       if (!is_key) reader.mix_direct[i] = mixes[i];
     }
 #if defined(KV_VNNI)
@@ -99,12 +100,12 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key) {
 #endif
   reader.scaled = reader.bf16 && is_quantised(store.format);
   switch (store.format) {
-    case F32: set_functions<F32>(reader, is_key); break;
-    case F16: set_functions<F16>(reader, is_key); break;
-    case BF16: set_functions<BF16>(reader, is_key); break;
-    case FP8: set_functions<FP8>(reader, is_key); break;
-    case Q8: set_functions<Q8>(reader, is_key); break;
-    default: set_functions<Q4>(reader, is_key); break;
+    case F32: set_functions<F32>(reader, is_key, store.dim); break;
+    case F16: set_functions<F16>(reader, is_key, store.dim); break;
+    case BF16: set_functions<BF16>(reader, is_key, store.dim); break;
+    case FP8: set_functions<FP8>(reader, is_key, store.dim); break;
+    case Q8: set_functions<Q8>(reader, is_key, store.dim); break;
+    default: set_functions<Q4>(reader, is_key, store.dim); break;
   }
   reader.width = is_key ? store.dim : value_columns(store.format, reader.bf16, store.dim);
   reader.order.resize(size_t(reader.width));
@@ -319,8 +320,9 @@ inline void mix_packed(const Shape& shape, const Scratch& s, int base, int begin
 }
 
 // What a weight of maximum `m` is worth where the maximum is `top`, in base 2: exactly 1 where they are the same, infinite or
-// not.
-KV_INLINE float shrinking(float m, float top) { return m == top ? 1.0f : exp2(splat(m - top))[0]; }
+// not. Without a branch: a processor would guess it long before the keys are there, and one wrong guess stops all fetching.
+KV_INLINE vf shrinking(vf m, vf top) { return m == top ? splat(1.0f) : exp2(m - top); }
+KV_INLINE float shrinking(float m, float top) { return shrinking(splat(m), splat(top))[0]; }
 
 // Scores of N rows that see [begin, end) become weights in place; the rows' states move on, and their correction factors are
 // set. Rows go side by side, because the steps of one row wait for each other.
@@ -338,7 +340,6 @@ void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, fl
 #pragma GCC unroll 8
   for (int v = 0; v < TILE / LANES; v++) {
     if (v == vectors) break;
-    ahead.step<N>();
 #pragma GCC unroll 4
     for (int r = 0; r < N; r++) {
       vf& x = s[r][v];
@@ -351,26 +352,23 @@ void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, fl
       highest[r] = maximum(x, highest[r]);  // passes NaN over: its weight tells
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < N; r++) {
-    top[r] = std::max(m[r], maximum_of(highest[r]));
-    correction[r] = shrinking(m[r], top[r]);
-    m[r] = top[r];
-    if (top[r] == NOTHING) top[r] = 0.0f;  // nothing seen yet: weights of zero
-  }
+  const vf before = load_first<N>(m), after = maximum(before, maxima_of<N>(highest));
+  const vf shrunk = shrinking(before, after);
+  store_first<N>(correction, shrunk);
+  store_first<N>(m, after);
+  store_first<N>(top, after == splat(NOTHING) ? splat(0.0f) : after);  // nothing seen yet: weights of zero
 #pragma GCC unroll 8
   for (int v = 0; v < TILE / LANES; v++) {
     if (v == vectors) break;
-    ahead.step<N>();
 #pragma GCC unroll 4
     for (int r = 0; r < N; r++) {
+      ahead.step<1>();
       const vf weight = exp2(s[r][v] - splat(top[r]));
       total[r] += weight;
       store(scores + r * TILE + v * LANES, weight);
     }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < N; r++) l[r] = l[r] * correction[r] + sum(total[r]);
+  store_first<N>(l, load_first<N>(l) * shrunk + sums_of<N>(total));
   next = ahead;
 }
 
@@ -434,7 +432,7 @@ inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
          blocks * (shape.keys.bf16 ? dim / 2 : dim * (TILE / (VECTORS * LANES)));
 }
 
-inline int work_of_weights(int slots, int rows) { return 2 * rows * (slots / LANES); }
+inline int work_of_weights(int slots, int rows) { return rows * (slots / LANES); }
 
 inline int work_of_values(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
@@ -512,22 +510,18 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
   });
 }
 
-// How much of a tile's values is fetched before its keys are read: all, where two tiles fit the first-level cache beside what
-// they are computed with.
+// How much of a tile is fetched before its keys are read.
 inline int lead(const Tile& tile) {
-  constexpr int LINES = 600;
-  return std::clamp(LINES - tile.key_lines.num_lines - tile.value_lines.num_lines, 0, tile.value_lines.num_lines);
+  return std::clamp(DISTANCE, tile.key_lines.num_lines, tile.key_lines.num_lines + tile.value_lines.num_lines);
 }
 
 inline void fetch_first(const Tile& tile) {
   const Lines none = {0, 0, {}};
-  const int lines = tile.key_lines.num_lines + lead(tile);
-  Ahead(tile.key_lines, tile.value_lines, none, 0, lines, 1).step<1>();
+  Ahead(tile.key_lines, tile.value_lines, none, none, 0, lead(tile), 1).step<1>();
 }
 
 // The whole of one tile of one head, for the rows that see some of it: `queries` queries of `group` rows each, of which the
-// first is the task's row `base`. The keys and the lead of the values have been fetched; meanwhile the rest of the values is,
-// and then the same of `next`.
+// first is the task's row `base`. The tile's lead has been fetched; meanwhile the rest of it is, and then the lead of `next`.
 inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int base, int queries, int group,
                      const Scratch& s) {
   int first = 0, last = queries;
@@ -535,8 +529,8 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
   while (last > first && (s.ends.at[last - 1] <= tile.lowest || s.begins.at[last - 1] > tile.highest)) last--;
   if (first == last) return;
   const int begin = first * group, end = last * group, rows = queries * group;
-  const int lines = tile.value_lines.num_lines - lead(tile) + next.key_lines.num_lines + lead(next);
-  Ahead ahead(tile.value_lines, next.key_lines, next.value_lines, lead(tile), lines,
+  const int lines = tile.key_lines.num_lines + tile.value_lines.num_lines - lead(tile) + lead(next);
+  Ahead ahead(tile.key_lines, tile.value_lines, next.key_lines, next.value_lines, lead(tile), lines,
               work_of_keys(shape, tile.slots, end - begin, rows) + work_of_weights(tile.slots, end - begin) +
                   work_of_values(shape, tile.slots, end - begin, rows));
   score(shape, tile, s, base, begin, end, rows, ahead);

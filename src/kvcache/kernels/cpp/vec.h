@@ -104,6 +104,71 @@ KV_INLINE float maximum_of(vf v) {
 
 KV_INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 
+// Lanes [0, N), of vectors whose other lanes do not matter; N is at most 4.
+template <int N>
+KV_INLINE vf load_first(const float* from) {
+#if defined(KV_AVX512)
+  if constexpr (N == 4) return (vf)_mm512_zextps128_ps512(_mm_loadu_ps(from));
+#endif
+  vf v = splat(0.0f);
+  for (int i = 0; i < N; i++) v[i] = from[i];
+  return v;
+}
+
+template <int N>
+KV_INLINE void store_first(float* to, vf v) {
+#if defined(KV_AVX512)
+  if constexpr (N == 4) return _mm_storeu_ps(to, _mm512_castps512_ps128((__m512)v));
+#endif
+  for (int i = 0; i < N; i++) to[i] = v[i];
+}
+
+#if defined(KV_AVX512)
+struct Maximum {
+  KV_INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_max_ps(a, b); }
+  KV_INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_max_ps(a, b); }
+};
+
+struct Sum {
+  KV_INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_add_ps(a, b); }
+  KV_INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_add_ps(a, b); }
+};
+
+// Each of four vectors folded, in the order of `sum`; together they take half the steps.
+template <class Op>
+KV_INLINE vf fold_four(const vf* v, Op op) {
+  __m128 part[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m256 half = op(_mm512_castps512_ps256((__m512)v[i]), _mm512_extractf32x8_ps((__m512)v[i], 1));
+    part[i] = op(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
+  return (vf)_mm512_zextps128_ps512(op(op(part[0], part[2]), op(part[1], part[3])));
+}
+#endif
+
+// The maximum of each of N vectors, in lanes [0, N).
+template <int N>
+KV_INLINE vf maxima_of(const vf* v) {
+#if defined(KV_AVX512)
+  if constexpr (N == 4) return fold_four(v, Maximum());
+#endif
+  vf best = splat(0.0f);
+  for (int i = 0; i < N; i++) best[i] = maximum_of(v[i]);
+  return best;
+}
+
+template <int N>
+KV_INLINE vf sums_of(const vf* v) {
+#if defined(KV_AVX512)
+  if constexpr (N == 4) return fold_four(v, Sum());
+#endif
+  vf sums = splat(0.0f);
+  for (int i = 0; i < N; i++) sums[i] = sum(v[i]);
+  return sums;
+}
+
 // 2^x, relative error 1e-7 or so; exactly 0 below 2^-126, so that a masked score (-inf) adds nothing; NaN of NaN. x <= 127.
 // Cephes' exp2f scheme: split into integer and fraction in [-0.5, 0.5], minimax polynomial of the fraction.
 KV_INLINE vf exp2(vf x) {
