@@ -162,8 +162,8 @@ def test_foreign_scales(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("block_size", [1, 16, 100, 128, 4096])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
-    """Longer than the chunks that are merged, with windows that begin anywhere in a block."""
-    sequences = [decode(2600), decode(1100, window=513), prefill(1300, 9), decode(1025, holes=300)]
+    """Longer than the chunks that are merged, of each of their sizes, with windows that begin anywhere in a block."""
+    sequences = [decode(2600), decode(1100, window=513), prefill(1300, 9), decode(1025, holes=300), decode(8200), decode(17000)]
     world = rounded(make_world(Shape(2, 2, 32, 32, block_size), sequences, seed=5), dtype)
     for name in ("f32", "q4_0") if dtype == "f32" else ("bf16", "q4_0"):
         assert error(*attend(world, dtype, (name, name))) < (2e-6 if dtype == "f32" else 1e-2)
@@ -194,8 +194,9 @@ def test_products_through_brgemm() -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "q8_0", "q4_0"])
-def test_a_decode_does_not_depend_on_companions_or_threads(isa: str, name: str) -> None:
-    world = rounded(make_world(Shape(2, 4, 64, 64, 16), [decode(1500), decode(90), prefill(700, 300)], 6), "bf16")
+@pytest.mark.parametrize("length", [1500, 9000])
+def test_a_decode_does_not_depend_on_companions_or_threads(isa: str, name: str, length: int) -> None:
+    world = rounded(make_world(Shape(2, 4, 64, 64, 16), [decode(length), decode(90), prefill(700, 300)], 6), "bf16")
     keys, values = (stored("torch", raw, name, world.seen_slots) for raw in (world.keys, world.values))
     queries = array("torch", world.queries, "bf16")
     together = CpuKernel().attend(queries, keys, values, world.batch, scale=0.125)

@@ -3,11 +3,11 @@
 // Work is cut twice. A *task* is some queries of one segment with some key/value heads; its rows are heads times queries
 // times the query heads of a group, so that a tile is decoded once for all that read it. With few rows a task has many
 // heads, because the heads of a block lie side by side and memory is fastest where it is read in long runs: 4 KB here and
-// there come at a third of the speed of 128 KB. The slots of a task are cut into
-// *chunks*, each with a softmax of its own, merged at the end (flash-decoding). A task of few rows is bound by memory;
-// its chunks lie on a fixed grid of slots, so that the result of a decoding sequence depends neither on its companions
-// nor on the number of threads. An *item* is a run of chunks of one task: threads take items from a common counter, and
-// who finishes the last item of a task merges it.
+// there come at a third of the speed of 128 KB. The slots of a task are cut into *chunks*, each with a softmax of its own,
+// merged at the end (flash-decoding). A task of few rows is bound by memory; its chunks lie on a grid of slots that its own
+// length decides, so that the result of a decoding sequence depends neither on its companions nor on the number of threads.
+// An *item* is a run of chunks of one task: threads take items from a common counter, and who finishes the last item of a
+// task merges it.
 //
 //   1 sequence of 1200 slots, 2 heads, decode:   task (heads 0, 1)  chunks [0,512) [512,1024) [1024,1200)
 //
@@ -25,7 +25,7 @@
 
 namespace kv {
 
-constexpr int CHUNK = 512;      // slots; a multiple of TILE
+constexpr int CHUNK = 512;      // slots, at least; a multiple of TILE
 constexpr int MOST_CHUNK = 2048;
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
 constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2

@@ -66,6 +66,15 @@ struct Reader {
   }
 };
 
+#if defined(KV_BF16)
+template <bool WHOLE>
+void set_scores(Reader& reader) {
+  const ScoreDirect scores[] = {scores_direct<1, WHOLE>, scores_direct<2, WHOLE>, scores_direct<3, WHOLE>,
+                                scores_direct<4, WHOLE>};
+  std::copy_n(scores, FEW_BLOCK, reader.score_direct);
+}
+#endif
+
 template <int F>
 void set_functions(Reader& reader, bool is_key, int dim) {
   reader.f32 = is_key ? pack_keys_f32<F> : pack_values_f32<F>;
@@ -73,13 +82,9 @@ void set_functions(Reader& reader, bool is_key, int dim) {
   if constexpr (F >= BF16) {
     if (!reader.bf16) return;
     reader.pairs = is_key ? pack_keys_bf16<F> : pack_values_bf16<F>;
-    const ScoreDirect whole[] = {scores_direct<1, true>, scores_direct<2, true>, scores_direct<3, true>, scores_direct<4, true>};
-    const ScoreDirect any[] = {scores_direct<1, false>, scores_direct<2, false>, scores_direct<3, false>, scores_direct<4, false>};
     const MixDirect mixes[] = {mix_direct<F, 1>, mix_direct<F, 2>, mix_direct<F, 3>, mix_direct<F, 4>};
-    for (int i = 0; i < FEW_BLOCK; i++) {
-      if (F == BF16 && is_key) reader.score_direct[i] = dim % 32 == 0 ? whole[i] : any[i];
-      if (!is_key) reader.mix_direct[i] = mixes[i];
-    }
+    if (!is_key) std::copy_n(mixes, FEW_BLOCK, reader.mix_direct);
+    if (F == BF16 && is_key) dim % 32 == 0 ? set_scores<true>(reader) : set_scores<false>(reader);
 #if defined(KV_VNNI)
     if constexpr (is_quantised(F)) {
       const ScoreFixed fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
