@@ -163,7 +163,14 @@ def test_foreign_scales(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
     """Longer than the chunks that are merged, of each of their sizes, with windows that begin anywhere in a block."""
-    sequences = [decode(2600), decode(1100, window=513), prefill(1300, 9), decode(1025, holes=300), decode(8200), decode(17000)]
+    sequences = [
+        decode(2600),
+        decode(1100, window=513),
+        prefill(1300, 9),
+        decode(1025, holes=300),
+        decode(8200),
+        decode(17000),
+    ]
     world = rounded(make_world(Shape(2, 2, 32, 32, block_size), sequences, seed=5), dtype)
     for name in ("f32", "q4_0") if dtype == "f32" else ("bf16", "q4_0"):
         assert error(*attend(world, dtype, (name, name))) < (2e-6 if dtype == "f32" else 1e-2)
