@@ -515,7 +515,7 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
   });
 }
 
-// How much of a tile is fetched before its keys are read.
+// Lines of a tile that are fetched before its keys are read: the keys at least, because many rows read all of them first.
 inline int lead(const Tile& tile) {
   return std::clamp(DISTANCE, tile.key_lines.num_lines, tile.key_lines.num_lines + tile.value_lines.num_lines);
 }
