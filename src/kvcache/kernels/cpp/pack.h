@@ -148,6 +148,8 @@ void pack_values_f32(const uint8_t* const* rows, Ahead& next, int slots, int dim
   constexpr int P = per_unit(F);
   const int units = dim / P, columns = round_up(units, LANES) * P;
   if constexpr (is_quantised(F)) pack_scales(rows, slots, units * 4, dim / GROUP, scales);
+  vi lanes;
+  for (int i = 0; i < LANES; i++) lanes[i] = i;
   for (int j = 0; j < slots; j++) {
     float* to = out + size_t(j) * columns;
     for (int u0 = 0; u0 < units; u0 += LANES, to += LANES * P) {
@@ -156,8 +158,8 @@ void pack_values_f32(const uint8_t* const* rows, Ahead& next, int slots, int dim
       vf scale = splat(1.0f);
       if constexpr (is_quantised(F)) {
         constexpr int units_of_group = GROUP / P;
-        for (int i = 0; i < LANES; i++)
-          scale[i] = u0 + i < units ? scales[(u0 + i) / units_of_group * TILE + j] : 0.0f;
+        for (int i = 0; i < LANES && u0 + i < units; i += units_of_group)
+          scale = lanes >= i ? splat(scales[(u0 + i) / units_of_group * TILE + j]) : scale;
       }
 #pragma GCC unroll 8
       for (int s = 0; s < P; s++) {

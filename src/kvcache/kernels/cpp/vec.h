@@ -248,6 +248,7 @@ KV_INLINE vu load_units(const uint8_t* from, int n) {
 #if defined(KV_AVX512)
   return (vu)_mm512_maskz_loadu_epi32((__mmask16)((1u << n) - 1u), from);
 #else
+  if (n == LANES) return load<vu>(from);  // else a call of memcpy, and a wait for what it wrote
   vu v = {};
   std::memcpy(&v, from, size_t(4 * n));
   return v;
