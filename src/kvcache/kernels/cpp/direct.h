@@ -79,12 +79,11 @@ KV_INLINE void mix_block_direct(const uint32_t* p, size_t p_stride, const uint8_
     for (int v = 0; v < NV; v++) acc[r][v] = _mm512_setzero_ps();
   for (int j = 0; j < slots; j += 2) {
     ahead.step<1>();
-    if constexpr (F == BF16)
-#pragma GCC unroll 2
-      for (int g = 0; g < NV / 2; g++) {
-        const uint8_t* const* soon = rows + std::min(j + AGAIN, TILE - 2);
-        fetch_dropped(soon[0] + 2 * (d + g * GROUP)), fetch_dropped(soon[1] + 2 * (d + g * GROUP));
-      }
+    if constexpr (F == BF16) {
+      const uint8_t* const* soon = rows + std::min(j + AGAIN, TILE - 2);
+#pragma GCC unroll 4
+      for (int i = 0; i < NV; i++) fetch_dropped(soon[i % 2] + 2 * (d + i / 2 * GROUP));
+    }
     __m512i b[NV + 2];
 #pragma GCC unroll 2
     for (int g = 0; g < NV / 2; g++) pair_rows<F>(rows[j], rows[j + 1], d + g * GROUP, dim, b + 2 * g);

@@ -357,7 +357,7 @@ void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, fl
       highest[r] = maximum(x, highest[r]);  // passes NaN over: its weight tells
     }
   }
-  const vf before = load_first<N>(m), after = maximum(before, maxima_of<N>(highest));
+  const vf before = load_first<N>(m), after = maximum(before, fold_first<N>(highest, Maximum()));
   const vf shrunk = shrinking(before, after);
   store_first<N>(correction, shrunk);
   store_first<N>(m, after);
@@ -373,7 +373,7 @@ void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, fl
       store(scores + r * TILE + v * LANES, weight);
     }
   }
-  store_first<N>(l, load_first<N>(l) * shrunk + sums_of<N>(total));
+  store_first<N>(l, load_first<N>(l) * shrunk + fold_first<N>(total, Sum()));
   next = ahead;
 }
 

@@ -123,50 +123,41 @@ KV_INLINE void store_first(float* to, vf v) {
   for (int i = 0; i < N; i++) to[i] = v[i];
 }
 
-#if defined(KV_AVX512)
+// What `fold_first` folds lanes with: whole vectors, or halves and quarters of several at once.
 struct Maximum {
+  KV_INLINE float operator()(vf v) const { return maximum_of(v); }
+#if defined(KV_AVX512)
   KV_INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_max_ps(a, b); }
   KV_INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_max_ps(a, b); }
+#endif
 };
 
 struct Sum {
+  KV_INLINE float operator()(vf v) const { return sum(v); }
+#if defined(KV_AVX512)
   KV_INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_add_ps(a, b); }
   KV_INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_add_ps(a, b); }
+#endif
 };
 
-// Each of four vectors folded, in the order of `sum`; together they take half the steps.
-template <class Op>
-KV_INLINE vf fold_four(const vf* v, Op op) {
-  __m128 part[4];
+// Each of N vectors folded to a number, in lanes [0, N). Four together take half the steps, in the order of `sum`.
+template <int N, class Op>
+KV_INLINE vf fold_first(const vf* v, Op op) {
+#if defined(KV_AVX512)
+  if constexpr (N == 4) {
+    __m128 part[4];
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const __m256 half = op(_mm512_castps512_ps256((__m512)v[i]), _mm512_extractf32x8_ps((__m512)v[i], 1));
-    part[i] = op(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    for (int i = 0; i < 4; i++) {
+      const __m256 half = op(_mm512_castps512_ps256((__m512)v[i]), _mm512_extractf32x8_ps((__m512)v[i], 1));
+      part[i] = op(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    }
+    _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
+    return (vf)_mm512_zextps128_ps512(op(op(part[0], part[2]), op(part[1], part[3])));
   }
-  _MM_TRANSPOSE4_PS(part[0], part[1], part[2], part[3]);
-  return (vf)_mm512_zextps128_ps512(op(op(part[0], part[2]), op(part[1], part[3])));
-}
 #endif
-
-// The maximum of each of N vectors, in lanes [0, N).
-template <int N>
-KV_INLINE vf maxima_of(const vf* v) {
-#if defined(KV_AVX512)
-  if constexpr (N == 4) return fold_four(v, Maximum());
-#endif
-  vf best = splat(0.0f);
-  for (int i = 0; i < N; i++) best[i] = maximum_of(v[i]);
-  return best;
-}
-
-template <int N>
-KV_INLINE vf sums_of(const vf* v) {
-#if defined(KV_AVX512)
-  if constexpr (N == 4) return fold_four(v, Sum());
-#endif
-  vf sums = splat(0.0f);
-  for (int i = 0; i < N; i++) sums[i] = sum(v[i]);
-  return sums;
+  vf folded = splat(0.0f);
+  for (int i = 0; i < N; i++) folded[i] = op(v[i]);
+  return folded;
 }
 
 // 2^x, relative error 1e-7 or so; exactly 0 below 2^-126, so that a masked score (-inf) adds nothing; NaN of NaN. x <= 127.
