@@ -17,7 +17,20 @@ if shutil.which("c++") is None:
 
 import torch
 
-from kernel_cases import Shape, World, array, decode, decoded, make_world, naive, prefill, rounded, stored, to_numpy
+from kernel_cases import (
+    Sequence,
+    Shape,
+    World,
+    array,
+    decode,
+    decoded,
+    make_world,
+    naive,
+    prefill,
+    rounded,
+    stored,
+    to_numpy,
+)
 from kvcache import Batch, CausalCache, Full, NotSupported, backends, formats
 from kvcache.formats import FORMATS, Stored
 from kvcache.kernels import AttentionBatch, Rotation, Segment, choose, cpu_build
@@ -176,6 +189,28 @@ def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
         assert error(*attend(world, dtype, (name, name))) < (2e-6 if dtype == "f32" else 1e-2)
 
 
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 80, 128, 4096])
+@pytest.mark.parametrize(("group", "dims"), [(1, (128, 128)), (3, (64, 96)), (4, (96, 64)), (8, (32, 80))])
+def test_whole_tiles_among_ragged_ones(isa: str, block_size: int, group: int, dims: tuple[int, int]) -> None:
+    """Few rows over long contexts in bf16, whose tiles are all seen by all queries, by some, in part, or by none."""
+    sequences = [
+        decode(1500),
+        decode(1024, first_position=77),
+        decode(1100, window=777),
+        decode(900, window=300, first_position=1000),
+        decode(256),
+        prefill(800, 2),
+        Sequence(1000, (999, 400)),
+        Sequence(1000, (300, 900), window=350),
+        Sequence(700, (100,), is_causal=False),
+        decode(600, holes=100),
+    ]
+    world = rounded(make_world(Shape(3, group, *dims, block_size), sequences, seed=21), "bf16")
+    sinks = array("torch", np.linspace(-2, 3, 3 * group).astype(np.float32))
+    for names in (("bf16", "bf16"), ("bf16", "fp8_e4m3")):
+        assert error(*attend(world, "bf16", names, softcap=8.0, sinks=sinks)) < 1e-2, names
+
+
 def test_products_through_brgemm() -> None:
     """The path of CPUs with AMX; oneDNN runs it with AVX-512 elsewhere."""
     cpu_build.build()
@@ -234,6 +269,15 @@ def test_queries_and_storage_may_be_views() -> None:
     both = torch.stack([keys.array, values.array])
     parts = (Stored(both[i], part.format, 64) for i, part in enumerate((keys, values)))
     assert torch.equal(CpuKernel().attend(queries, *parts, world.batch, scale=0.1), plain)
+
+
+def test_rows_of_a_block_may_stand_apart(isa: str) -> None:
+    world = rounded(make_world(Shape(2, 2, 64, 64, 16), [decode(900)], seed=8), "bf16")
+    parts = [stored("torch", raw, "bf16", world.seen_slots) for raw in (world.keys, world.values)]
+    queries = array("torch", world.queries, "bf16")
+    apart = [Stored(torch.cat([part.array] * 2, dim=-1)[..., :64], part.format, 64) for part in parts]
+    seen = [to_numpy(CpuKernel().attend(queries, *pair, world.batch, scale=0.1)) for pair in (parts, apart)]
+    assert error(*seen) < 1e-2
 
 
 def test_refusals_say_why() -> None:

@@ -19,17 +19,37 @@ struct Run {  // adjacent bytes [begin, end)
   const uint8_t *begin, *end;
 };
 
-struct Lines {  // where the rows of one side of a tile lie
+template <int N>
+struct Lines {  // where the rows of one side of a tile lie, or of several tiles
   int num_runs, num_lines;
-  Run runs[TILE];
+  Run runs[N];
+
+  void clear() { num_runs = num_lines = 0; }
+
+  // Joins what is adjacent: a run is begun in fewer steps than two.
+  void add(const uint8_t* begin, const uint8_t* end) {
+    num_lines += int((end - begin + 63) / 64);
+    if (num_runs > 0 && runs[num_runs - 1].end == begin)
+      runs[num_runs - 1].end = end;
+    else
+      runs[num_runs++] = {begin, end};
+  }
+};
+
+struct Side {
+  const Run *begin = nullptr, *end = nullptr;
+
+  Side() = default;
+  template <int N>
+  Side(const Lines<N>& lines) : begin(lines.runs), end(lines.runs + lines.num_runs) {}
 };
 
 class Ahead {
  public:
   // Fetches `lines` lines from the four sides, in their order and without the first `skip`, in `work` units of work. (A unit
   // takes about 10 cycles.)
-  Ahead(const Lines& first, const Lines& second, const Lines& third, const Lines& fourth, int skip, int lines, int work)
-      : sides{&first, &second, &third, &fourth}, side(0), next(nullptr), last(nullptr), run{nullptr, nullptr},
+  Ahead(Side first, Side second, Side third, Side fourth, int skip, int lines, int work)
+      : sides{first, second, third, fourth}, side(0), next(nullptr), last(nullptr), run{nullptr, nullptr},
         rate(lines * 256 / work + 1), credit(0) {
     while (skip > 0 && (run.begin < run.end || turn())) {
       const int part = std::min<int>(skip, int((run.end - run.begin + 63) / 64));
@@ -48,19 +68,19 @@ class Ahead {
   }
 
  private:
-  const Lines* sides[4];
+  Side sides[4];
   int side;                // the next of them
   const Run *next, *last;  // runs of the current one that are not begun
   Run run;                 // what is left of the current run
   int rate, credit;        // lines per unit of work, and lines due, in 1/256
 
-  bool turn() {
+  KV_INLINE bool turn() {
     for (; next == last; side++) {
       if (side == 4) {
         rate = credit = 0;
         return false;
       }
-      next = sides[side]->runs, last = next + sides[side]->num_runs;
+      next = sides[side].begin, last = sides[side].end;
     }
     run = *next++;
     return true;

@@ -22,6 +22,7 @@
 #include <atomic>
 
 #include "rows.h"
+#include "sweep.h"
 
 namespace kv {
 
@@ -187,10 +188,11 @@ class Attention {
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
     s.scores.reserve(scores * TILE);
-    if (shape.values.bf16) s.weights.reserve(scores * (TILE / 2) * (shape.values.scaled ? shape.value_dim / GROUP : 1));
+    const size_t copies = sweeps(task) ? SWEEP : shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
+    if (shape.values.bf16) s.weights.reserve(scores * (TILE / 2) * copies);
     if (shape.mixes_fixed(rows_of_head(task))) s.multipliers.reserve(scores * (shape.value_dim / GROUP));
     s.output.reserve(rows * shape.values.width);
-    s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(scores);
+    s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(scores), s.corrections.reserve(scores * SWEEP);
     s.begins.reserve(size_t(task.query_end - task.query_begin));
     s.ends.reserve(size_t(task.query_end - task.query_begin));
   }
@@ -202,9 +204,12 @@ class Attention {
     float* to = s.queries.at;
     float values[MAX_DIM];
     uint16_t* to_bf16 = reinterpret_cast<uint16_t*>(s.queries.at);
+    s.seen_by_all = {0, std::numeric_limits<int32_t>::max()};
     for (int q = task.query_begin; q < task.query_end; q++) {
       s.begins.at[q - task.query_begin] = std::max(p.begins[segment.rows[q]], 0);  // an empty slot has position -1
       s.ends.at[q - task.query_begin] = p.ends[segment.rows[q]];
+      s.seen_by_all.begin = std::max(s.seen_by_all.begin, p.begins[segment.rows[q]]);
+      s.seen_by_all.end = std::min(s.seen_by_all.end, p.ends[segment.rows[q]]);
     }
     for (int h = task.head_begin; h < task.head_end; h++)
       for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
@@ -230,27 +235,68 @@ class Attention {
 
   int64_t unit_end(const Segment& segment, int64_t begin, int64_t end) const {
     const bool by_block = segment.positions == nullptr ? p.block_size >= TILE : p.block_size % TILE == 0;
-    return std::min(end, by_block ? (begin / p.block_size + 1) * p.block_size : begin + TILE);
+    const int64_t size = by_block ? p.block_size : TILE;
+    return std::min(end, (begin / size + 1) * size);
+  }
+
+  void move_on(const Task& task, Cursor& at) const {
+    at.slot += TILE;
+    if (at.slot < at.unit_end) return;
+    at.slot = at.unit_begin;
+    if (++at.head == task.head_end) at = start(task, at.unit_end, at.end);
+  }
+
+  // Whether whole tiles of the task go into sweeps: a short context is read as fast tile by tile.
+  bool sweeps(const Task& task) const {
+    const bool is_long = task.slot_end - task.slot_begin >= 4 * TILE;
+    const bool is_dense = p.keys.row_stride == row_bytes(p.keys.format, p.keys.dim) &&
+                          p.values.row_stride == row_bytes(p.values.format, p.values.dim);
+    return is_long && is_dense && p.segments[task.segment].positions == nullptr && p.block_size % 16 == 0 &&
+           rows_of_head(task) <= DIRECT_MOST && shape.keys.score_whole[0] != nullptr && shape.values.mix_whole[0] != nullptr;
+  }
+
+  bool is_whole(const Task& task, const Scratch& s, const Cursor& at) const {
+    const int64_t first = p.segments[task.segment].first_position + at.slot;
+    return at.slot + TILE <= at.unit_end && s.seen_by_all.begin <= first && s.seen_by_all.end >= first + TILE;
+  }
+
+  void next_sweep(const Task& task, const Scratch& s, Cursor& at, Sweep& sweep) const {
+    const Segment& segment = p.segments[task.segment];
+    sweep.count = 0, sweep.keys.clear(), sweep.values.clear();
+    for (; at.unit_begin < at.end && sweep.count < SWEEP; move_on(task, at)) {
+      if (!is_whole(task, s, at)) continue;
+      const auto find = [&](const Store& store, auto& lines) {
+        return find_quads(segment, store, p.block_size, at.slot, at.head, at.head == task.head_begin, lines);
+      };
+      sweep.tiles[sweep.count++] = {at.head, find(p.keys, sweep.keys), find(p.values, sweep.values)};
+    }
+  }
+
+  void run_sweeps(const Task& task, Cursor cursor, const Scratch& s) const {
+    Sweep sweeps[2];
+    next_sweep(task, s, cursor, sweeps[0]);
+    Ahead(sweeps[0].keys, sweeps[0].values, {}, {}, 0, lead(sweeps[0]), 1).step<1>();
+    for (int at = 0; sweeps[at].count > 0; at ^= 1) {
+      next_sweep(task, s, cursor, sweeps[at ^ 1]);
+      link(sweeps[at], sweeps[at ^ 1]);
+      run_sweep(shape, sweeps[at], sweeps[at ^ 1], task.head_begin, task.query_end - task.query_begin, p.group, s);
+    }
   }
 
   // Fills `tile` with the cursor's slots, or the next ones that some query sees, and moves on; false at the end.
-  bool next_tile(const Task& task, const Scratch& s, Cursor& at, Tile& tile) const {
+  bool next_tile(const Task& task, const Scratch& s, bool without_whole, Cursor& at, Tile& tile) const {
     const Segment& segment = p.segments[task.segment];
-    while (at.unit_begin < at.end) {
-      const int64_t slot = at.slot;
-      const int count = int(std::min<int64_t>(TILE, at.unit_end - slot)), head = at.head;
-      at.slot += TILE;
-      if (at.slot >= at.unit_end) {
-        at.slot = at.unit_begin;
-        if (++at.head == task.head_end) at = start(task, at.unit_end, at.end);
-      }
-      if (!place_tile(segment, s.seen, slot, count, tile)) continue;
-      tile.head = head;
+    for (; at.unit_begin < at.end; move_on(task, at)) {
+      const int count = int(std::min<int64_t>(TILE, at.unit_end - at.slot));
+      if (without_whole && is_whole(task, s, at)) continue;
+      if (!place_tile(segment, s.seen, at.slot, count, tile)) continue;
+      tile.head = at.head;
       find_rows(segment, p.keys, p.block_size, tile, tile.keys, tile.key_lines);
       find_rows(segment, p.values, p.block_size, tile, tile.values, tile.value_lines);
+      move_on(task, at);
       return true;
     }
-    tile.key_lines.num_runs = tile.key_lines.num_lines = tile.value_lines.num_runs = tile.value_lines.num_lines = 0;
+    tile.key_lines.clear(), tile.value_lines.clear();
     return false;
   }
 
@@ -263,14 +309,16 @@ class Attention {
     std::fill_n(s.output.at, size_t(rows) * shape.values.width, 0.0f);
     std::fill_n(s.m.at, rows, NOTHING);
     std::fill_n(s.l.at, rows, 0.0f);
-    Cursor cursor = start(task, std::max(task.slot_begin, chunk * task.chunk_size),
-                          std::min(task.slot_end, (chunk + 1) * task.chunk_size));
+    const Cursor first = start(task, std::max(task.slot_begin, chunk * task.chunk_size),
+                               std::min(task.slot_end, (chunk + 1) * task.chunk_size));
+    const bool swept = sweeps(task);
+    Cursor cursor = first;
     Tile tiles[2];
-    bool more = next_tile(task, s, cursor, tiles[0]);
-    if (!more) return;
-    fetch_first(tiles[0]);
+    bool more = next_tile(task, s, swept, cursor, tiles[0]);
+    if (more) fetch_first(tiles[0]);
+    if (swept) run_sweeps(task, first, s);
     for (int at = 0; more; at ^= 1) {
-      more = next_tile(task, s, cursor, tiles[at ^ 1]);
+      more = next_tile(task, s, swept, cursor, tiles[at ^ 1]);
       const int base = (tiles[at].head - task.head_begin) * rows_of_head(task);
       run_tile(shape, tiles[at], tiles[at ^ 1], base, queries, p.group, s);
     }

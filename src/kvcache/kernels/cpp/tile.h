@@ -39,19 +39,23 @@ struct Segment {
 using PackF32 = void (*)(const uint8_t* const*, Ahead&, int, int, float*, float*);
 using PackPairs = void (*)(const uint8_t* const*, Ahead&, int, int, uint32_t*, float*);
 
-using ScoreDirect = void (*)(const uint32_t*, const uint8_t* const*, float*, int, int, Ahead&);
+template <class R>
+using ScoreDirect = void (*)(const uint32_t*, R, float*, int, int, Ahead&);
+template <class R>
+using MixDirect = void (*)(const uint32_t*, size_t, R, int, float*, const float*, int, int, Ahead&);
 using PackQuery = void (*)(const float*, int, uint8_t*);
 using ScoreFixed = void (*)(const uint8_t*, const uint8_t* const*, const float*, float*, int, int, Ahead&);
 using MixFixed = void (*)(const uint8_t*, const float*, const uint8_t* const*, int, float*, const float*, int, Ahead&);
-using MixDirect = void (*)(const uint32_t*, size_t, const uint8_t* const*, int, float*, const float*, int, int, Ahead&);
 
 // How one side is read: by which product, in which order, with which packer.
 struct Reader {
   bool bf16 = false, scaled = false;
   PackF32 f32 = nullptr;
   PackPairs pairs = nullptr;
-  ScoreDirect score_direct[4] = {};  // by rows - 1; null: tiles are packed
-  MixDirect mix_direct[4] = {};
+  ScoreDirect<Table> score_direct[4] = {};  // by rows - 1; null: tiles are packed
+  MixDirect<Table> mix_direct[4] = {};
+  ScoreDirect<const Quads&> score_whole[4] = {};  // null: whole tiles are like others
+  MixDirect<const Quads&> mix_whole[4] = {};
   PackQuery pack_query = nullptr;  // null: no `score_fixed`
   ScoreFixed score_fixed[4] = {};
   MixFixed mix_fixed[4] = {};
@@ -67,11 +71,17 @@ struct Reader {
 };
 
 #if defined(KV_BF16)
-template <bool WHOLE>
-void set_scores(Reader& reader) {
-  const ScoreDirect scores[] = {scores_direct<1, WHOLE>, scores_direct<2, WHOLE>, scores_direct<3, WHOLE>,
-                                scores_direct<4, WHOLE>};
-  std::copy_n(scores, FEW_BLOCK, reader.score_direct);
+template <bool WHOLE, class R>
+void set_scores(ScoreDirect<R>* to) {
+  const ScoreDirect<R> scores[] = {scores_direct<1, WHOLE, R>, scores_direct<2, WHOLE, R>, scores_direct<3, WHOLE, R>,
+                                   scores_direct<4, WHOLE, R>};
+  std::copy_n(scores, FEW_BLOCK, to);
+}
+
+template <int F, class R>
+void set_mixes(MixDirect<R>* to) {
+  const MixDirect<R> mixes[] = {mix_direct<F, 1, R>, mix_direct<F, 2, R>, mix_direct<F, 3, R>, mix_direct<F, 4, R>};
+  std::copy_n(mixes, FEW_BLOCK, to);
 }
 #endif
 
@@ -82,9 +92,13 @@ void set_functions(Reader& reader, bool is_key, int dim) {
   if constexpr (F >= BF16) {
     if (!reader.bf16) return;
     reader.pairs = is_key ? pack_keys_bf16<F> : pack_values_bf16<F>;
-    const MixDirect mixes[] = {mix_direct<F, 1>, mix_direct<F, 2>, mix_direct<F, 3>, mix_direct<F, 4>};
-    if (!is_key) std::copy_n(mixes, FEW_BLOCK, reader.mix_direct);
-    if (F == BF16 && is_key) dim % 32 == 0 ? set_scores<true>(reader) : set_scores<false>(reader);
+    if (!is_key) set_mixes<F>(reader.mix_direct);
+    if constexpr (F == BF16) {
+      const bool whole = dim % 32 == 0;  // vectors
+      if (is_key) whole ? set_scores<true>(reader.score_direct) : set_scores<false>(reader.score_direct);
+      if (is_key && whole) set_scores<true>(reader.score_whole);
+      if (!is_key && whole) set_mixes<F>(reader.mix_whole);
+    }
 #if defined(KV_VNNI)
     if constexpr (is_quantised(F)) {
       const ScoreFixed fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
@@ -166,22 +180,26 @@ struct Buffer {
 
 // The decoded keys of a tile are dead when its values are decoded: both use `tile`, half as much of the first-level cache.
 struct Scratch {
-  Buffer<float> queries, tile, key_scales, value_scales, scores, weights, multipliers, output, m, l, correction;
+  Buffer<float> queries, tile, key_scales, value_scales, scores, weights, multipliers, output, m, l, correction, corrections;
   Buffer<int32_t> begins, ends;  // of each query of the task
   std::vector<Interval> seen;    // positions that some query of the task sees: disjoint, ascending
+  Interval seen_by_all;
 };
 
 alignas(64) inline const uint8_t ZERO_ROW[MAX_DIM * 4 + 64] = {};
 
-struct Tile {
+struct Places {  // the positions of a tile's slots
+  alignas(64) int32_t positions[TILE];  // -1: must not be seen
+  int32_t lowest, highest;
+  int slots;  // rows to decode, a multiple of LANES
+  bool full;  // every one of TILE slots holds a position
+};
+
+struct Tile : Places {
   int64_t begin;  // its slots are [begin, begin + count) of the segment
   int count, head;
   const uint8_t *keys[TILE], *values[TILE];
-  alignas(64) int32_t positions[TILE];  // -1: must not be seen
-  int32_t lowest, highest;              // positions of the tile
-  int slots;                            // rows to decode, a multiple of LANES
-  bool full;                            // every one of TILE slots holds a position
-  Lines key_lines, value_lines;
+  Lines<TILE> key_lines, value_lines;
 };
 
 // The positions of the slots [begin, begin + count) of a segment, without the rows. False when nobody sees any of them.
@@ -211,9 +229,9 @@ inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen
 
 // Where the rows of one side of a placed tile lie. Slots without a position get rows of zeros.
 inline void find_rows(const Segment& segment, const Store& store, int64_t block_size, Tile& tile, const uint8_t** rows,
-                      Lines& lines) {
+                      Lines<TILE>& lines) {
   const int count = tile.count;
-  lines.num_runs = lines.num_lines = 0;
+  lines.clear();
   const uint8_t* base = store.base + tile.head * store.head_stride;
   const int64_t bytes = row_bytes(store.format, store.dim);
   int64_t block = tile.begin / block_size, offset = tile.begin % block_size;
@@ -221,9 +239,7 @@ inline void find_rows(const Segment& segment, const Store& store, int64_t block_
     const int run = int(std::min<int64_t>(block_size - offset, count - j));
     const uint8_t* row = base + segment.table[block] * store.block_stride + offset * store.row_stride;
     for (int i = 0; i < run; i++) rows[j + i] = row + i * store.row_stride;
-    const Run of_rows = {row - reinterpret_cast<uintptr_t>(row) % 64, row + (run - 1) * store.row_stride + bytes};
-    lines.runs[lines.num_runs++] = of_rows;
-    lines.num_lines += int((of_rows.end - of_rows.begin + 63) / 64);
+    lines.add(row - reinterpret_cast<uintptr_t>(row) % 64, row + (run - 1) * store.row_stride + bytes);
     j += run;
   }
   if (tile.full) return;
@@ -244,6 +260,7 @@ struct Shape {
   bool scores_fixed(int rows) const { return rows <= FIXED_MOST && keys.pack_query != nullptr; }
   bool mixes_fixed(int rows) const { return rows <= FIXED_MOST && values.mix_fixed[0] != nullptr; }
   bool mixes_direct(int rows) const { return rows <= DIRECT_MOST && values.mix_direct[0] != nullptr; }
+  bool pairs_weights() const { return values.bf16 && !values.scaled; }  // at once
 };
 
 // AMX multiplies 16 times 16 values at once; PyTorch reaches it through oneDNN's brgemm, whose layout of the right operand
@@ -329,11 +346,18 @@ inline void mix_packed(const Shape& shape, const Scratch& s, int base, int begin
 KV_INLINE vf shrinking(vf m, vf top) { return m == top ? splat(1.0f) : exp2(m - top); }
 KV_INLINE float shrinking(float m, float top) { return shrinking(splat(m), splat(top))[0]; }
 
+// The weights of 2 * LANES slots as bf16 pairs.
+KV_INLINE void store_pairs(uint32_t* to, vf a, vf b) {
+#if defined(KV_BF16)
+  _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#endif
+}
+
 // Scores of N rows that see [begin, end) become weights in place; the rows' states move on, and their correction factors are
 // set. Rows go side by side, because the steps of one row wait for each other.
-template <int N>
-void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, float* scores, float* m, float* l,
-            float* correction, Ahead& next) {
+template <int N, bool PAIRED>
+void soften(const Shape& shape, const Places& tile, int32_t begin, int32_t end, float* scores, uint32_t* pairs, float* m,
+            float* l, float* correction, Ahead& next) {
   Ahead ahead = next;
   const int vectors = tile.slots / LANES;
   vf s[N][TILE / LANES], highest[N], total[N];
@@ -367,10 +391,15 @@ void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, fl
     if (v == vectors) break;
 #pragma GCC unroll 4
     for (int r = 0; r < N; r++) {
-      ahead.step<1>();
-      const vf weight = exp2(s[r][v] - splat(top[r]));
+      if (v % 2 == 0) ahead.step<1>();
+      const vf weight = s[r][v] = exp2(s[r][v] - splat(top[r]));
       total[r] += weight;
-      store(scores + r * TILE + v * LANES, weight);
+      if constexpr (!PAIRED)
+        store(scores + r * TILE + v * LANES, weight);
+      else if (v % 2 == 1)
+        store_pairs(pairs + r * (TILE / 2) + v / 2 * 16, s[r][v - 1], weight);
+      else if (v + 1 == vectors)
+        store_pairs(pairs + r * (TILE / 2) + v / 2 * 16, weight, splat(0.0f));
     }
   }
   store_first<N>(l, load_first<N>(l) * shrunk + fold_first<N>(total, Sum()));
@@ -378,14 +407,16 @@ void soften(const Shape& shape, const Tile& tile, int32_t begin, int32_t end, fl
 }
 
 // The same for the rows [begin, end) of one head, whose states begin at `base`.
-inline void soften_rows(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int group,
-                        Ahead& ahead) {
+inline void soften_rows(const Shape& shape, const Places& tile, const Scratch& s, int base, int begin, int end, int group,
+                        uint32_t* pairs, Ahead& ahead) {
   for (int r = begin; r < end;) {
     const int q = r / group, rows = std::min((q + 1) * group, end) - r;
     const auto run = [&](auto count) {
-      soften<decltype(count)::value>(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE,
-                                     s.m.at + base + r, s.l.at + base + r, s.correction.at + r, ahead);
-      r += decltype(count)::value;
+      constexpr int N = decltype(count)::value;
+      const auto f = shape.pairs_weights() ? soften<N, true> : soften<N, false>;
+      f(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, pairs + size_t(r) * (TILE / 2),
+        s.m.at + base + r, s.l.at + base + r, s.correction.at + r, ahead);
+      r += N;
     };
     if (rows >= 4)
       run(std::integral_constant<int, 4>());
@@ -396,23 +427,16 @@ inline void soften_rows(const Shape& shape, const Tile& tile, const Scratch& s, 
   }
 }
 
-// bf16 pairs of a row's weights, times the scales of each group of columns where values have scales.
+// bf16 pairs of a row's weights times the scales of each group of columns.
 inline void weigh(const Shape& shape, const Scratch& s, int row, int num_rows, int slots) {
-#if defined(KV_BF16)
   const float* from = s.scores.at + size_t(row) * TILE;
-  const int groups = shape.values.scaled ? shape.value_dim / GROUP : 1;
-  for (int g = 0; g < groups; g++) {
+  for (int g = 0; g < shape.value_dim / GROUP; g++) {
     uint32_t* to = reinterpret_cast<uint32_t*>(s.weights.at) + (size_t(g) * num_rows + row) * (TILE / 2);
-    for (int j = 0; j < slots; j += 32) {
-      __m512 a = _mm512_load_ps(from + j), b = _mm512_load_ps(from + j + 16);
-      if (shape.values.scaled) {
-        a = _mm512_mul_ps(a, _mm512_load_ps(s.value_scales.at + g * TILE + j));
-        b = _mm512_mul_ps(b, _mm512_load_ps(s.value_scales.at + g * TILE + j + 16));
-      }
-      _mm512_store_si512(to + j / 2, (__m512i)_mm512_cvtne2ps_pbh(b, a));
-    }
+    const float* scales = s.value_scales.at + g * TILE;
+    for (int j = 0; j < slots; j += 2 * LANES)
+      store_pairs(to + j / 2, load<vf>(from + j) * load<vf>(scales + j),
+                  load<vf>(from + j + LANES) * load<vf>(scales + j + LANES));
   }
-#endif
 }
 
 // Calls `f` with the beginning and the number of rows of each block: nearly equal, at most FEW_BLOCK.
@@ -437,7 +461,7 @@ inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
          blocks * (shape.keys.bf16 ? dim / 2 : dim * (TILE / (VECTORS * LANES)));
 }
 
-inline int work_of_weights(int slots, int rows) { return rows * (slots / LANES); }
+inline int work_of_weights(int slots, int rows) { return rows * ((slots / LANES + 1) / 2); }
 
 inline int work_of_values(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
@@ -465,8 +489,8 @@ inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int ba
   } else if (shape.scores_direct(rows)) {
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base) * (dim / 2);
     for_few_rows(begin, end, [&](int row, int count) {
-      shape.keys.score_direct[count - 1](queries + size_t(row) * (dim / 2), tile.keys, s.scores.at + size_t(row) * TILE,
-                                         dim / 2, tile.slots, ahead);
+      shape.keys.score_direct[count - 1](queries + size_t(row) * (dim / 2), Table{tile.keys},
+                                         s.scores.at + size_t(row) * TILE, dim / 2, tile.slots, ahead);
     });
   } else {
     shape.keys.pack(tile.keys, ahead, tile.slots, dim, s.tile.at, s.key_scales.at);
@@ -504,12 +528,12 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
     shape.values.pack(tile.values, ahead, tile.slots, dim, s.tile.at, s.value_scales.at);
   else if (shape.values.scaled)
     pack_scales(tile.values, tile.slots, scales_at(shape.value_store), dim / GROUP, s.value_scales.at);
-  if (shape.values.bf16)
+  if (shape.values.scaled)
     for (int r = begin; r < end; r++) weigh(shape, s, r, num_rows, tile.slots);
   if (!direct) return mix_packed(shape, s, base, begin, end, num_rows, tile.slots, ahead);
   for_few_rows(begin, end, [&](int row, int count) {
     shape.values.mix_direct[count - 1](reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(row) * (TILE / 2),
-                                       size_t(num_rows) * (TILE / 2), tile.values, dim,
+                                       size_t(num_rows) * (TILE / 2), Table{tile.values}, dim,
                                        s.output.at + size_t(base + row) * shape.values.width, s.correction.at + row,
                                        shape.values.width, tile.slots, ahead);
   });
@@ -521,8 +545,7 @@ inline int lead(const Tile& tile) {
 }
 
 inline void fetch_first(const Tile& tile) {
-  const Lines none = {0, 0, {}};
-  Ahead(tile.key_lines, tile.value_lines, none, none, 0, lead(tile), 1).step<1>();
+  Ahead(tile.key_lines, tile.value_lines, {}, {}, 0, lead(tile), 1).step<1>();
 }
 
 // The whole of one tile of one head, for the rows that see some of it: `queries` queries of `group` rows each, of which the
@@ -539,7 +562,7 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
               work_of_keys(shape, tile.slots, end - begin, rows) + work_of_weights(tile.slots, end - begin) +
                   work_of_values(shape, tile.slots, end - begin, rows));
   score(shape, tile, s, base, begin, end, rows, ahead);
-  soften_rows(shape, tile, s, base, begin, end, group, ahead);
+  soften_rows(shape, tile, s, base, begin, end, group, reinterpret_cast<uint32_t*>(s.weights.at), ahead);
   mix(shape, tile, s, base, begin, end, rows, ahead);
 }
 
