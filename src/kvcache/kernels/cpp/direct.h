@@ -11,12 +11,13 @@ namespace kv {
 constexpr int FEW_BLOCK = 4;    // rows whose sums fit the registers
 constexpr int DIRECT_MOST = 8;  // rows: above, a packed tile is cheaper
 
-// Where the rows of a tile lie: `from(j)` are row j and those after it, as far as a quad of four goes; `later(j)` those that are
-// read AGAIN rows after them, whose lines are asked for once more.
-// Each load instruction should see addresses at one small distance from each other, because hardware that fetches ahead
-// looks for that: loops over quads and pairs stay loops (unrolled, they compute 20 % faster and take 10 % longer).
+constexpr int AGAIN = 16;       // rows: so long before a row is read, its lines are asked for once more
 
-constexpr int AGAIN = 16;
+// Rows are read in quads of four adjacent ones. `from(j)`: row j and those after it in its quad; `later(j)`: those that are
+// read AGAIN rows after them.
+//
+// A load instruction should see addresses at one small distance from each other, because hardware that fetches ahead looks
+// for that. So quads and pairs stay loops: unrolled, they compute 20 % faster and take 10 % longer where rows come from memory.
 
 struct Table {  // each row by itself
   const uint8_t* const* rows;
@@ -25,7 +26,7 @@ struct Table {  // each row by itself
   KV_INLINE const uint8_t* const* later(int j) const { return rows + std::min(j + AGAIN, TILE - 4); }
 };
 
-struct Quads {  // the rows of a quad at a constant step
+struct Quads {  // each quad by itself, its rows at a constant step
   struct Rows {
     const uint8_t* at;
     int64_t step;
@@ -65,7 +66,7 @@ void scores_direct(const uint32_t* q, R rows, float* scores, int pairs, int slot
 #pragma GCC unroll 1
   for (int k = 0; k < slots; k += 16) {
     __m512 parts[MR][4];
-#pragma GCC unroll 4
+#pragma GCC unroll 1
     for (int quad = 0; quad < 4; quad++) {
       const auto row = rows.from(k + 4 * quad), later = rows.later(k + 4 * quad);
       __m512 acc[MR][4];
@@ -73,6 +74,7 @@ void scores_direct(const uint32_t* q, R rows, float* scores, int pairs, int slot
       for (int r = 0; r < MR; r++)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) acc[r][i] = _mm512_setzero_ps();
+#pragma GCC unroll 4  // each load then steps from quad to quad
       for (int c = 0; c < pairs; c += 16) {
         ahead.step<1>();
         const __mmask16 mask = pairs - c >= 16 ? 0xffff : __mmask16((1u << (pairs - c)) - 1u);

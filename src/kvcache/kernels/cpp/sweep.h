@@ -1,9 +1,9 @@
 // Few rows over whole tiles of bf16: the keys of several tiles, and only then their values.
 //
-// Memory is read in long runs, because processors of this kind fetch ahead by themselves, and every run that ends costs a
-// wait: a core of Zen 5 that only reads, in pieces here and there, reads 37 GB/s from one piece, 34 from pieces of 256 KB,
-// 27 from pieces of 32 KB, 30 when it takes four such pieces side by side, 1 KB of each in turn. So a tile of small blocks
-// is read from four of them side by side, four rows of each in turn; the sums do not mind the order.
+// Memory is fastest in long runs: processors fetch ahead by themselves, and where a run ends they begin anew, and its pages
+// have to be looked up. A core of Zen 5 that only reads gets 37 GB/s out of one run, 35 out of runs of 256 KB here and there,
+// 28 out of runs of 32 KB, and 31 out of four of those side by side, 1 KB of each in turn. So a tile of small blocks is read
+// from four of them side by side, a quad of rows of each in turn; the sums do not mind the order.
 #pragma once
 
 #include "tile.h"
