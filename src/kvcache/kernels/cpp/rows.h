@@ -290,18 +290,24 @@ struct Angles {
   }
 };
 
-template <int STEP>
-inline void rotate_pairs(float* first, float* second, const float* cosine, const float* sine, int pairs) {
+KV_INLINE float as_float(float x) { return x; }
+KV_INLINE float as_float(uint16_t x) { return bf16_to_float(x); }
+KV_INLINE void set_float(float& to, float x) { to = x; }
+KV_INLINE void set_float(uint16_t& to, float x) { to = float_to_bf16(x); }
+
+template <int STEP, class T>  // T: float, or bf16
+inline void rotate_pairs(T* first, T* second, const float* cosine, const float* sine, int pairs) {
 #pragma GCC ivdep
   for (int i = 0; i < pairs; i++) {
-    const float a = first[i * STEP], b = second[i * STEP];
-    first[i * STEP] = a * cosine[i] - b * sine[i];
-    second[i * STEP] = a * sine[i] + b * cosine[i];
+    const float a = as_float(first[i * STEP]), b = as_float(second[i * STEP]);
+    set_float(first[i * STEP], a * cosine[i] - b * sine[i]);
+    set_float(second[i * STEP], a * sine[i] + b * cosine[i]);
   }
 }
 
-inline void rotate(float* row, const Rotation& rotation, const Angles& angles) {
-  float* first = row + rotation.begin;
+template <class T>
+inline void rotate(T* row, const Rotation& rotation, const Angles& angles) {
+  T* first = row + rotation.begin;
   const float *cosine = angles.cosine.data(), *sine = angles.sine.data();
   if (rotation.interleaved)
     rotate_pairs<2>(first, first + 1, cosine, sine, rotation.num_pairs);
@@ -325,9 +331,15 @@ inline void shift(const Store& store, const int64_t* slots, const int64_t* offse
         for (int64_t j = i; j < i + run; j++, row += store.row_stride) {
           if (offsets[j] == 0) continue;
           angles.set(rotation, offsets[j]);
-          decode_row(row, store.format, store.dim, values);
-          rotate(values, rotation, angles);
-          encode_row(values, store.format, store.dim, row);
+          if (store.format == F32) {
+            rotate(reinterpret_cast<float*>(row), rotation, angles);
+          } else if (store.format == BF16) {
+            rotate(reinterpret_cast<uint16_t*>(row), rotation, angles);
+          } else {
+            decode_row(row, store.format, store.dim, values);
+            rotate(values, rotation, angles);
+            encode_row(values, store.format, store.dim, row);
+          }
         }
       }
     }
