@@ -26,7 +26,7 @@ struct Lines {  // where the rows of one side of a tile lie, or of several tiles
 
   void clear() { num_runs = num_lines = 0; }
 
-  // Joins what is adjacent: a run is begun in fewer steps than two.
+  // What is adjacent becomes one run: to turn to the next costs time.
   void add(const uint8_t* begin, const uint8_t* end) {
     num_lines += int((end - begin + 63) / 64);
     if (num_runs > 0 && runs[num_runs - 1].end == begin)

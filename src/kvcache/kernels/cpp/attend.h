@@ -2,12 +2,11 @@
 //
 // Work is cut twice. A *task* is some queries of one segment with some key/value heads; its rows are heads times queries
 // times the query heads of a group, so that a tile is decoded once for all that read it. With few rows a task has many
-// heads, because the heads of a block lie side by side and memory is fastest where it is read in long runs: 4 KB here and
-// there come at a third of the speed of 128 KB. The slots of a task are cut into *chunks*, each with a softmax of its own,
-// merged at the end (flash-decoding). A task of few rows is bound by memory; its chunks lie on a grid of slots that its own
-// length decides, so that the result of a decoding sequence depends neither on its companions nor on the number of threads.
-// An *item* is a run of chunks of one task: threads take items from a common counter, and who finishes the last item of a
-// task merges it.
+// heads, because the heads of a block lie side by side and memory is fastest where it is read in long runs (see `sweep.h`).
+// The slots of a task are cut into *chunks*, each with a softmax of its own, merged at the end (flash-decoding). A task of few
+// rows is bound by memory; its chunks lie on a grid of slots that its own length decides, so that the result of a decoding
+// sequence depends neither on its companions nor on the number of threads. An *item* is a run of chunks of one task: threads
+// take items from a common counter, and who finishes the last item of a task merges it.
 //
 //   1 sequence of 1200 slots, 2 heads, decode:   task (heads 0, 1)  chunks [0,512) [512,1024) [1024,1200)
 //
@@ -246,7 +245,7 @@ class Attention {
     if (++at.head == task.head_end) at = start(task, at.unit_end, at.end);
   }
 
-  // Whether whole tiles of the task go into sweeps: a short context is read as fast tile by tile.
+  // Whether the whole tiles of a task go into sweeps: few rows of bf16 in a context that is worth it.
   bool sweeps(const Task& task) const {
     const bool is_long = task.slot_end - task.slot_begin >= 4 * TILE;
     const bool is_dense = p.keys.row_stride == row_bytes(p.keys.format, p.keys.dim) &&
