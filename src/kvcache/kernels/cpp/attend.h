@@ -187,11 +187,12 @@ class Attention {
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
     s.scores.reserve(scores * TILE);
-    const size_t copies = sweeps(task) ? SWEEP : shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
-    if (shape.values.bf16) s.weights.reserve(scores * (TILE / 2) * copies);
+    const size_t tiles = sweeps(task) ? SWEEP : 1;  // whose weights are held at a time
+    const size_t groups = shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
+    if (shape.values.bf16) s.weights.reserve(tiles * groups * scores * (TILE / 2));
     if (shape.mixes_fixed(rows_of_head(task))) s.multipliers.reserve(scores * (shape.value_dim / GROUP));
     s.output.reserve(rows * shape.values.width);
-    s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(scores), s.corrections.reserve(scores * SWEEP);
+    s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(tiles * scores);
     s.begins.reserve(size_t(task.query_end - task.query_begin));
     s.ends.reserve(size_t(task.query_end - task.query_begin));
   }
@@ -274,7 +275,7 @@ class Attention {
   void run_sweeps(const Task& task, Cursor cursor, const Scratch& s) const {
     Sweep sweeps[2];
     next_sweep(task, s, cursor, sweeps[0]);
-    Ahead(sweeps[0].keys, sweeps[0].values, {}, {}, 0, lead(sweeps[0]), 1).step<1>();
+    fetch_first(sweeps[0].keys, sweeps[0].values, lead(sweeps[0]));
     for (int at = 0; sweeps[at].count > 0; at ^= 1) {
       next_sweep(task, s, cursor, sweeps[at ^ 1]);
       link(sweeps[at], sweeps[at ^ 1]);
@@ -314,7 +315,7 @@ class Attention {
     Cursor cursor = first;
     Tile tiles[2];
     bool more = next_tile(task, s, swept, cursor, tiles[0]);
-    if (more) fetch_first(tiles[0]);
+    if (more) fetch_first(tiles[0].key_lines, tiles[0].value_lines, lead(tiles[0]));
     if (swept) run_sweeps(task, first, s);
     for (int at = 0; more; at ^= 1) {
       more = next_tile(task, s, swept, cursor, tiles[at ^ 1]);

@@ -83,15 +83,15 @@ inline void run_sweep(const Shape& shape, const Sweep& sweep, const Sweep& next,
       shape.keys.score_whole[count - 1](queries_of_head + size_t(row) * pairs, tile.keys, s.scores.at + size_t(row) * TILE,
                                         pairs, TILE, ahead);
     });
-    soften_rows(shape, ALL_SEEN, s, base, 0, rows, group, weights + size_t(i) * rows * (TILE / 2), ahead);
-    std::copy_n(s.correction.at, rows, s.corrections.at + i * rows);
+    soften_rows(shape, ALL_SEEN, s, base, 0, rows, group, weights + size_t(i) * rows * (TILE / 2),
+                s.correction.at + i * rows, ahead);
   }
   for (int i = 0; i < sweep.count; i++) {
     const Whole& tile = sweep.tiles[i];
     const int base = (tile.head - first_head) * rows;
     for_few_rows(0, rows, [&](int row, int count) {
       shape.values.mix_whole[count - 1](weights + (size_t(i) * rows + row) * (TILE / 2), 0, tile.values, shape.value_dim,
-                                        s.output.at + size_t(base + row) * width, s.corrections.at + i * rows + row, width,
+                                        s.output.at + size_t(base + row) * width, s.correction.at + i * rows + row, width,
                                         TILE, ahead);
     });
   }

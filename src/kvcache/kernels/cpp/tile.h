@@ -180,7 +180,7 @@ struct Buffer {
 
 // The decoded keys of a tile are dead when its values are decoded: both use `tile`, half as much of the first-level cache.
 struct Scratch {
-  Buffer<float> queries, tile, key_scales, value_scales, scores, weights, multipliers, output, m, l, correction, corrections;
+  Buffer<float> queries, tile, key_scales, value_scales, scores, weights, multipliers, output, m, l, correction;
   Buffer<int32_t> begins, ends;  // of each query of the task
   std::vector<Interval> seen;    // positions that some query of the task sees: disjoint, ascending
   Interval seen_by_all;
@@ -408,14 +408,14 @@ void soften(const Shape& shape, const Places& tile, int32_t begin, int32_t end, 
 
 // The same for the rows [begin, end) of one head, whose states begin at `base`.
 inline void soften_rows(const Shape& shape, const Places& tile, const Scratch& s, int base, int begin, int end, int group,
-                        uint32_t* pairs, Ahead& ahead) {
+                        uint32_t* pairs, float* correction, Ahead& ahead) {
   for (int r = begin; r < end;) {
     const int q = r / group, rows = std::min((q + 1) * group, end) - r;
     const auto run = [&](auto count) {
       constexpr int N = decltype(count)::value;
       const auto f = shape.pairs_weights() ? soften<N, true> : soften<N, false>;
       f(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, pairs + size_t(r) * (TILE / 2),
-        s.m.at + base + r, s.l.at + base + r, s.correction.at + r, ahead);
+        s.m.at + base + r, s.l.at + base + r, correction + r, ahead);
       r += N;
     };
     if (rows >= 4)
@@ -544,9 +544,7 @@ inline int lead(const Tile& tile) {
   return std::clamp(DISTANCE, tile.key_lines.num_lines, tile.key_lines.num_lines + tile.value_lines.num_lines);
 }
 
-inline void fetch_first(const Tile& tile) {
-  Ahead(tile.key_lines, tile.value_lines, {}, {}, 0, lead(tile), 1).step<1>();
-}
+inline void fetch_first(Side keys, Side values, int lines) { Ahead(keys, values, {}, {}, 0, lines, 1).step<1>(); }
 
 // The whole of one tile of one head, for the rows that see some of it: `queries` queries of `group` rows each, of which the
 // first is the task's row `base`. The tile's lead has been fetched; meanwhile the rest of it is, and then the lead of `next`.
@@ -562,7 +560,7 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
               work_of_keys(shape, tile.slots, end - begin, rows) + work_of_weights(tile.slots, end - begin) +
                   work_of_values(shape, tile.slots, end - begin, rows));
   score(shape, tile, s, base, begin, end, rows, ahead);
-  soften_rows(shape, tile, s, base, begin, end, group, reinterpret_cast<uint32_t*>(s.weights.at), ahead);
+  soften_rows(shape, tile, s, base, begin, end, group, reinterpret_cast<uint32_t*>(s.weights.at), s.correction.at, ahead);
   mix(shape, tile, s, base, begin, end, rows, ahead);
 }
 
