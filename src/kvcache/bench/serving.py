@@ -40,8 +40,8 @@ from kvcache.request import Completion, Request, SamplingParams
 __all__ = ["WORKLOADS", "Contender", "EngineContender", "GenerateContender", "Timing", "Workload", "tables"]
 
 MAX_BATCH_TOKENS = 2048
-"""Of a step: vLLM's default here, and the same for ours. Ours is 512 unless told: long prompts then take 10 % longer, and
-other streams wait a quarter as long for their next token."""
+"""Of a step: vLLM's default here, and the same for ours. Ours is 512 unless told: then long prompts take 10 % longer,
+and other streams wait a quarter as long for their next token."""
 LLAMA_BATCH_TOKENS = 512  # its own default
 MAX_LENGTH = 4608
 KV_BYTES = "384MiB"
