@@ -344,20 +344,24 @@ def awkward_rows(n: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> t
     rows[2, 0] *= 2.0**-140
     rows[2, 1] = 2.0**-9 * (np.arange(head_dim) % 40) / 4
     rows[3, 0] = np.linspace(-500, 500, head_dim)
-    rows[3, 1, 3] = -rows[3, 1, 5]
-    rows[4, 0, 7] = rows[4, 1, 40] = rows[5, 0] = np.nan
-    rows[5, 1, 33], rows[6, 0, 2], rows[6, 0, 9] = np.inf, -np.inf, np.nan
+    rows[7, 0, -3], rows[7, 0, -2] = 9000, -9000  # two extremes of one size: the first counts
+    rows[7, 1, -3], rows[7, 1, -2] = -9000, 9000
+    rows[4, 0, 7] = rows[4, 1, -24] = rows[5, 0] = np.nan
+    rows[5, 1, -31], rows[6, 0, 2], rows[6, 0, 9] = np.inf, -np.inf, np.nan
     return torch.from_numpy(rows).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 96), (128, 32), (160, 256)])
 @pytest.mark.parametrize(
     ("key_name", "value_name"), [("f32", "f16"), ("bf16", "fp8_e4m3"), ("q8_0", "q4_0"), ("q4_0", "q8_0")]
 )
-def test_put_stores_what_the_formats_encode(isa: str, key_name: str, value_name: str, dtype: torch.dtype) -> None:
-    keys, values = storage(key_name, 64), storage(value_name, 96)
+def test_put_stores_what_the_formats_encode(
+    isa: str, key_name: str, value_name: str, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    keys, values = storage(key_name, key_dim), storage(value_name, value_dim)
     slots = np.random.default_rng(10).permutation(28)[:20].astype(np.int64)
-    rows = awkward_rows(20, 3, 64, dtype), awkward_rows(20, 3, 96, dtype)
+    rows = awkward_rows(20, 3, key_dim, dtype), awkward_rows(20, 3, value_dim, dtype)
     CpuKernel().put(keys, values, slots, rows[0].transpose(0, 1).contiguous().transpose(0, 1), rows[1])
     for part, new in zip((keys, values), rows, strict=True):
         expected = storage(part.format.name, part.head_dim)
@@ -395,6 +399,18 @@ def test_shift_turns_stored_keys(isa: str, name: str, interleaved: bool, begin: 
     still[slots[offsets != 0]] = False
     kept = [BACKEND.gather_rows(a, np.flatnonzero(still)) for a in (before, keys.array)]
     assert torch.equal(kept[0].view(torch.uint8), kept[1].view(torch.uint8))
+
+
+def test_shift_leaves_what_does_not_turn(isa: str) -> None:
+    """Every code of fp8, NaN and subnormals among them, read and written again."""
+    keys = storage("fp8_e4m3", 136)
+    codes = torch.arange(256).to(torch.uint8).view(2, 128)
+    rows = torch.cat((torch.zeros((2, 8), dtype=torch.uint8), codes), 1).view(keys.array.dtype)
+    slots = np.array([5, 6])
+    BACKEND.write_rows(keys.array, slots, rows[:, None].expand(2, 3, 136))
+    before = keys.array.clone()
+    CpuKernel().shift(keys, slots, np.array([3, 4]), Rotation(np.ones(4), False, 0))  # turns eight values
+    assert torch.equal(keys.array[..., 8:].view(torch.uint8), before[..., 8:].view(torch.uint8))
 
 
 def test_writes_that_do_not_fit_raise() -> None:
