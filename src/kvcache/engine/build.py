@@ -52,7 +52,7 @@ def core(loaded: Loaded, options: Options) -> Core:
     model = loaded.model
     layout, size, length = layout_of(model), options.block_size, max_length(model)
     formats = dtype_name(model.dtype) if options.formats is None else options.formats
-    sizes = memory.measure(model, layout, formats, size)
+    sizes, layout = memory.measure(model, layout, formats, size)
     members = members_of(layout, size)
     limits = {"max_sequences": options.max_sequences, "max_batch": options.max_batch}
     shapes = memory.divide(options.num_bytes, sizes, members, max_length=length, device=model.device, **limits)
@@ -66,25 +66,24 @@ def core(loaded: Loaded, options: Options) -> Core:
         prefixes = Prefixes(members, namespace, size)
     scheduler = Scheduler(shapes, options.max_batch, options.max_sequences)
     bounds = [bound for bound in (length, scheduler.capacity()) if bound is not None]
-    return Core(
-        _runner(model, cache, layout, compile=options.compile),
-        scheduler,
-        prefixes,
-        guesses,
-        num_drafts=options.num_drafts,
-        tokenizer=loaded.tokenizer,
-        device=model.device,
-        limit=min(bounds, default=None),
-        stop_tokens=stop_tokens(model, loaded.tokenizer),
-    )
-
-
-def _runner(model: Any, cache: Cache, layout: Layout, *, compile: bool) -> Runner:
-    """The runner; one that compiles is warm, so that no request waits for the compiler."""
-    runner = Runner(model, cache, layout=layout, compile=compile)
-    if compile:
-        runner.warm()
-    return runner
+    runner = Runner(model, cache, layout=layout, compile=options.compile)
+    try:
+        if options.compile:
+            runner.warm()  # no request waits for the compiler
+        return Core(
+            runner,
+            scheduler,
+            prefixes,
+            guesses,
+            num_drafts=options.num_drafts,
+            tokenizer=loaded.tokenizer,
+            device=model.device,
+            limit=min(bounds, default=None),
+            stop_tokens=stop_tokens(model, loaded.tokenizer),
+        )
+    except BaseException:
+        runner.close()
+        raise
 
 
 def initialised(

@@ -8,16 +8,18 @@ fits.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcache.caches import Cache, CausalCache, RecurrentCache
-from kvcache.hf.layout import Layout
+from kvcache.errors import NotSupported
+from kvcache.hf.layout import Layout, dtype_name
 from kvcache.hf.runner import EncoderStates, Runner, Work
 from kvcache.hf.weights import available_bytes
 from kvcache.scheduler import MemberShape
@@ -31,6 +33,8 @@ DEFAULT_TOKENS = 8192
 """Nor more than this many tokens for each of `max_sequences`, unless told: more is seldom needed at once."""
 
 WINDOW_SHARE = 4
+
+_log = logging.getLogger("kvcache")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -62,8 +66,39 @@ def parse_bytes(text: str | int) -> int:
     return number
 
 
-def measure(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str], block_size: int) -> Sizes:
-    """Run two tokens into a cache of a few blocks and look at what they took."""
+def measure(
+    model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str], block_size: int
+) -> tuple[Sizes, Layout]:
+    """Run a few tokens into a cache of a few blocks and look at what they took.
+
+    A model that fails with our attention may do with its own, over whole keys: then the layout says so. Raises
+    `NotSupported` for one that fails either way, and `ValueError` for a format that cannot hold its rows.
+    """
+    name = type(model).__name__
+    try:
+        return _measured(model, layout, dtype, block_size), layout
+    except _Failed as failed:
+        cause = failed.__cause__
+    own = replace(layout, keeps_attention=True)
+    for other, formats in ((own, dtype), (layout, dtype_name(model.dtype))):
+        try:
+            sizes = _measured(model, other, formats, block_size)
+        except (_Failed, NotSupported):
+            continue
+        if other is layout and cause is not None:
+            raise cause  # it was the format
+        _log.info("%s keeps its own attention, over copies of its history: %s", name, cause)
+        return sizes, own
+    raise NotSupported(
+        f"{name} cannot run over blocks: {cause}; run it through generate() with cache_for, or with its own cache"
+    ) from cause
+
+
+class _Failed(Exception):
+    """The model did, not what it was given; the cause says how."""
+
+
+def _measured(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str], block_size: int) -> Sizes:
     with Runner(
         model,
         layout=layout,
@@ -80,14 +115,15 @@ def measure(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str]
             media = [EncoderStates(torch.zeros((1, width), dtype=model.dtype, device=model.device), "measured")]
         vocabulary: Any = model.get_input_embeddings()
         token = min(1, int(vocabulary.weight.shape[0]) - 1)
-        runner.forward([Work(0, 0, [token, token], media=media)])
-        blocks, states = [], 0
-        for member in runner.members:
-            used = member.usage()
-            blocks.append(used.num_bytes // used.num_blocks if used.num_blocks else 0)
-            if isinstance(member, RecurrentCache):
-                states = used.num_bytes
-        return Sizes(tuple(blocks), states)
+        try:
+            runner.forward([Work(0, 0, [token, token], media=media)])
+            used = [member.usage() for member in runner.members]
+            runner.forward([Work(0, 2, [token])])
+        except Exception as error:
+            raise _Failed from error
+        blocks = [one.num_bytes // one.num_blocks if one.num_blocks else 0 for one in used]
+        kept = zip(used, runner.members, strict=True)
+        return Sizes(tuple(blocks), sum(one.num_bytes for one, member in kept if isinstance(member, RecurrentCache)))
 
 
 def divide(

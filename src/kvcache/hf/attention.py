@@ -10,6 +10,9 @@ layers too), and the function below asks the reader instead of looking at the ke
 | tagged   | any  | it answers `None`: `reader.gather()`, then attention with that mask (image blocks, 4D masks)       |
 | untagged | any  | attention as transformers would do it (encoders, cross attention, other caches, no cache)          |
 
+Values are tagged likewise, and a reader knows whether it was asked: a model that changes keys or values between the
+cache and attention (DiffLlama, JetMoe) is refused instead of answered wrongly.
+
 Whether a mask is needed is decided where transformers makes masks: `get_mask_sizes` of our caches answers with a
 `MaskLength`, an `int` that remembers its cache, and the mask function registered here returns `None` exactly when the
 pattern is the plain one and the padding is what the cache knows; else it makes the real mask. Without a `MaskLength` it
@@ -19,13 +22,15 @@ makes what PyTorch's attention would get.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
+
+from kvcache.errors import NotSupported
 
 __all__ = [
     "NAME",
@@ -36,6 +41,7 @@ __all__ = [
     "attention_with_scores",
     "is_in_place",
     "reader_of",
+    "refuse_changed",
     "register",
     "tag",
 ]
@@ -76,8 +82,21 @@ class Call(NamedTuple):
         return self.mask is None and self.position_bias is None and self.is_causal is not False and not self.dropout
 
 
+def refuse_changed(what: str) -> NoReturn:
+    """For keys or values that are not what the cache handed out."""
+    raise NotSupported(
+        f"the model changes {what} between the cache and its attention, so that blocks cannot be read in place; leave "
+        f"it the attention that it came with (attn_implementation='sdpa' or 'eager')"
+    )
+
+
 class Reader(ABC):
-    """What tagged keys carry: a way to read one layer of a cache for the pass under way."""
+    """What tagged keys carry: a way to read one layer of a cache for the pass under way.
+
+    was_asked: by the attention function, since whoever handed the reader out last set it to false.
+    """
+
+    was_asked = True
 
     @property
     @abstractmethod
@@ -108,16 +127,16 @@ class MaskLength(int):
         return length
 
 
-def tag(keys: Tensor, reader: Reader) -> Tensor:
-    """A view of `keys` that carries `reader` to the attention function."""
-    tagged = keys.view_as(keys)
+def tag(states: Tensor, reader: Reader) -> Tensor:
+    """A view of keys or values that carries `reader` to the attention function."""
+    tagged = states.view_as(states)
     setattr(tagged, _TAG, reader)
     return tagged
 
 
-def reader_of(keys: Tensor) -> Reader | None:
-    """The reader of tagged keys."""
-    return getattr(keys, _TAG, None)
+def reader_of(states: Tensor) -> Reader | None:
+    """The reader of tagged keys or values."""
+    return getattr(states, _TAG, None)
 
 
 def register() -> None:
@@ -148,7 +167,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention function: queries [B,Hq,q,D] over keys [B,H,S,D]; output [B,q,Hq,Dv], no weights."""
     reader = reader_of(key)
+    if reader_of(value) is not reader:
+        refuse_changed("values" if reader is not None else "keys")
     if reader is not None:
+        reader.was_asked = True
         if sliding_window is not None and reader.window != sliding_window:
             raise ValueError(
                 f"the layer attends to a window of {sliding_window} tokens and the cache keeps it for {reader.window}; "

@@ -32,7 +32,7 @@ from transformers import Cache as TransformersCache
 from transformers import PreTrainedModel
 
 from kvcache.errors import CorruptState, NotSupported
-from kvcache.hf.attention import Call, Gathered, MaskLength, Reader, is_in_place, tag
+from kvcache.hf.attention import Call, Gathered, MaskLength, Reader, is_in_place, refuse_changed, tag
 from kvcache.hf.gather import columns_of
 from kvcache.hf.hooks import Announcement
 from kvcache.hf.layers import layer_of
@@ -62,6 +62,7 @@ class GenerateCache(TransformersCache):
         self._rows = Rows()
         self._transcript = Transcript()
         self._pass: Pass | None = None
+        self._reader: LayerReader | None = None  # handed out last, in this pass
         self._announced: Announcement | None = None
         self._reused = 0  # columns that `reuse` kept, until the next pass
         self._may_expand = False  # after `reuse`: generate may repeat each row for beams
@@ -87,8 +88,10 @@ class GenerateCache(TransformersCache):
         current = self._pass_of(layer_idx, key_states.shape[0], key_states.shape[2])
         whole = current.put(layer_idx, key_states, value_states)
         if self._in_place:
-            reader = LayerReader(current, layer_idx, Gathered(key_states, value_states), whole)
-            return tag(key_states, reader), value_states
+            if self._reader is not None and not self._reader.was_asked:
+                refuse_changed("keys")
+            self._reader = reader = LayerReader(current, layer_idx, Gathered(key_states, value_states), whole)
+            return tag(key_states, reader), tag(value_states, reader)
         return whole or current.gather(layer_idx, key_states, value_states)
 
     def put_media(self, layer_idx: int, keys: Tensor, values: Tensor) -> Gathered:
@@ -402,6 +405,11 @@ class GenerateCache(TransformersCache):
         """Start a pass. When there is no room nothing has changed, but for the number of empty rows."""
         rows = self._rows
         self._settle()
+        if self._layout.one_by_one and rows.length and announced.num_tokens > 1:
+            raise NotSupported(
+                f"{self._name} goes on by one token at a time (of several it forgets the {rows.length} before), and "
+                f"this forward brings {announced.num_tokens}; call cache.reset() and give it all tokens"
+            )
         self._fit_rows(announced.num_rows)
         before = list(rows.padding)
         rows.padding = self._padding_with(announced.mask, announced.num_rows, rows.length + announced.num_tokens)
@@ -412,7 +420,7 @@ class GenerateCache(TransformersCache):
             raise
         rows.length += announced.num_tokens
         self._transcript.append(announced.tokens, announced.num_rows, announced.num_tokens)
-        self._reused, self._may_expand = 0, False
+        self._reused, self._may_expand, self._reader = 0, False, None
         if current.states is not None:
             self._pool.flush = current.states.write_back
         self._pass = current

@@ -18,10 +18,12 @@ one `RecurrentCache` last. transformers counts a window as we do, the own token 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -32,6 +34,9 @@ from kvcache.hf.rope import shift_of
 from kvcache.spans import Chunked, Full, Sliding, Span
 
 __all__ = ["Layer", "Layout", "dtype_name", "layout_of"]
+
+# Their scan over several tokens begins at zero; only that of a single token begins with the state.
+_ONE_BY_ONE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 
 # Why these are refused: their modeling code reaches into layer objects of their own making, or has no Cache at all.
 _OWN_LAYERS = "its modeling code talks to cache layers of its own making"
@@ -79,6 +84,8 @@ class Layout:
     gathers: why attention cannot read blocks in place and needs whole keys; `None` when it can.
     cache_argument: `"past_key_values"`, or `"cache_params"` (Mamba).
     is_encoder_decoder: keys and values of an encoder are kept besides.
+    one_by_one: after its first forward a sequence goes on by single tokens: of several, states would be forgotten.
+    keeps_attention: the model's own attention is not taken over, because it fails with ours; see `engine/memory.py`.
     shift: re-rotates keys that move (`CausalCache(shift=...)`), or `None` where moving them is not possible.
     """
 
@@ -87,6 +94,8 @@ class Layout:
     cache_argument: str
     is_encoder_decoder: bool
     shift: Shift | None
+    one_by_one: bool = False
+    keeps_attention: bool = False
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -142,6 +151,7 @@ def layout_of(model: Any) -> Layout:
         cache_argument="cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values",
         is_encoder_decoder=bool(model.config.is_encoder_decoder),
         shift=shift_of(model) if any(layer.span is not None for layer in layers) else None,
+        one_by_one=model.config.get_text_config(decoder=True).model_type in _ONE_BY_ONE,
     )
 
 
@@ -164,8 +174,22 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
     supports = getattr(model, "_supports_default_dynamic_cache", None)
     if supports is None or not model.can_generate():
         raise NotSupported(f"{name} does not generate and has nothing to cache; pass the model with its language head")
-    if not supports():
+    if getattr(text, "is_decoder", True) is False and not model.config.is_encoder_decoder and _looks_ahead(model):
+        raise NotSupported(
+            f"{name} reads in both directions (config.is_decoder is False), so that no token's keys and values stay "
+            f"what they are; load it with is_decoder=True"
+        )
+    accepted = inspect.signature(model.forward).parameters
+    if not supports() or not {"past_key_values", "cache_params"} & accepted.keys():
         raise NotSupported(f"{name} does not take transformers' Cache objects; use its own cache")
+
+
+@torch.no_grad()
+def _looks_ahead(model: Any) -> bool:
+    """Whether the first token's logits depend on the second: configurations say so of models that do not, too."""
+    ids = torch.tensor([[0, 0], [0, 1]], device=model.device)
+    first, second = model(input_ids=ids).logits[:, 0].float()
+    return not torch.allclose(first, second, rtol=1e-2, atol=1e-2 * float(first.abs().max()))
 
 
 def _layers(model: PreTrainedModel, name: str) -> tuple[Layer, ...]:

@@ -58,6 +58,8 @@ def plan_reuse(pool: Pool, rows: Rows, transcript: Transcript, prompt: Tensor, m
     if not agreed:
         return Reuse((), 0, f"nothing agrees: {_difference(transcript, prompt, found)}")
     kept = _resumable(pool, rows, set(sources), limit)
+    if pool.layout.one_by_one and shortest - kept > 1:
+        return Reuse((), 0, f"{kept} tokens could be kept, but this model goes on by one token at a time only")
     if kept == limit == rows.length:
         reason = f"all {rows.length} cached tokens"
     elif kept == limit == agreed:

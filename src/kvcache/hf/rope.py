@@ -31,7 +31,7 @@ from kvcache.errors import NotSupported
 from kvcache.kernels.rope import RopeShift, rope_shift
 from kvcache.spec import Array
 
-__all__ = ["ModelShift", "shift_of"]
+__all__ = ["ModelShift", "has_position_table", "shift_of"]
 
 _NUM_TOKENS = 4
 _DISTANCE = 7
@@ -43,12 +43,16 @@ _ABSOLUTE = ("wpe", "embed_positions", "position_embeddings", "position_embeddin
 def shift_of(model: PreTrainedModel) -> Shift | None:
     """A shift for this model's keys, or `None` where they are known not to move. Costs nothing until it is used."""
     decoder = model.get_decoder()
-    names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
-    if names & set(_ABSOLUTE) or any(callable(getattr(module, "expand_kv", None)) for module in decoder.modules()):
+    if has_position_table(model) or any(callable(getattr(module, "expand_kv", None)) for module in decoder.modules()):
         return None
     if model.config.is_encoder_decoder or "mamba" in type(model).__name__.lower():
         return None
     return ModelShift(model)
+
+
+def has_position_table(model: PreTrainedModel) -> bool:
+    """Whether the model has a vector for each absolute position."""
+    return any(name.rpartition(".")[2] in _ABSOLUTE for name, _ in model.get_decoder().named_modules())
 
 
 @final

@@ -16,6 +16,8 @@ What one forward does, for any number of layers:
 | attention through transformers' interface                | one, `[1,T]`                                         |
 | recurrent layers (their code would mix a row's sequences) | one `[B,1]` for all decodes, one `[1,n]` per prefill |
 | attention of their own (BLOOM)                           | the same                                             |
+| both, if positions are counted by columns (Mvp)          | the same, decodes of one length together             |
+| states that go on by single tokens only (Mamba, Jamba)   | the same, `[1,1]` per token after the first prefill  |
 
 **A forward that raises takes the cache back** to where each sequence stood; only what spans no longer need there may
 have been forgotten. One exception: where a model needs several calls, a sliding layer may have forgotten too much for
@@ -203,14 +205,32 @@ class Runner:
         if self._model.is_packed:
             return self._pass(works, range(len(works)), started)
         rows: list[Tensor | None] = [None] * len(works)
-        decodes = [number for number, work in enumerate(works) if work.position and len(work.tokens) == 1]
-        others = [[number] for number, work in enumerate(works) if not (work.position and len(work.tokens) == 1)]
-        for group in ([decodes] if decodes else []) + others:
+        decodes: dict[int, list[int]] = {}  # by length, where a model believes that all rows have one
+        for number, work in enumerate(works):
+            if work.position and len(work.tokens) == 1:
+                decodes.setdefault(work.position if self._model.counts_columns else 0, []).append(number)
+            elif work.position and self.layout.one_by_one:
+                rows[number] = self._one_by_one(work, number, started)
+            else:
+                rows[number] = self._pass([work], [number], started)
+        for group in decodes.values():
             logits = self._pass([works[number] for number in group], group, started)
             wanted = [works[number].num_logits for number in group]
             for number, part in zip(group, logits.split(wanted), strict=True):
                 rows[number] = part
         return torch.cat([part for part in rows if part is not None])
+
+    def _one_by_one(self, work: Work, number: int, started: list[int]) -> Tensor:
+        first = len(work.tokens) - work.num_logits
+        parts = [
+            self._pass(
+                [Work(work.sequence, work.position + index, [token], int(index >= first))],
+                () if index else (number,),
+                started,
+            )
+            for index, token in enumerate(work.tokens)
+        ]
+        return torch.cat(parts)
 
     def _pass(self, works: Sequence[Work], numbers: Iterable[int], started: list[int]) -> Tensor:
         """One call of the model."""

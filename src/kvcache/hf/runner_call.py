@@ -15,8 +15,11 @@ keyword arguments and nothing else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from kvcache.errors import NotSupported
 from kvcache.hf import attention, compiled
 from kvcache.hf.graphs import CAPTURES, DecodeGraphs
 from kvcache.hf.layout import Layout
+from kvcache.hf.rope import has_position_table
 from kvcache.hf.runner_dense import DenseCache
 from kvcache.hf.runner_host import CrossCache, PackedCache, PackedPair
 from kvcache.hf.runner_latent import LatentReader, Latents
@@ -40,6 +44,8 @@ __all__ = ["ModelCall"]
 @final
 class ModelCall:
     """A model, called with our cache. `is_packed`: ragged rows share one call; else a call is `[B,1]` or `[1,n]`.
+
+    counts_columns: rows of a call must be equally long, because positions are not an argument and come from a count.
 
     On a GPU, decode steps of models with one call for all rows are CUDA graphs (`graphs.py`).
 
@@ -57,9 +63,19 @@ class ModelCall:
         self.dtype = model.dtype
         self.device = model.device
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
-        self._switch = AttentionSwitch(model)
+        self._latents: Latents | None = None
+        self._compiled: list[Cache] | None = None  # the member of each layer
+        self._switch = None if layout.keeps_attention else AttentionSwitch.of(model)
+        try:
+            self._prepare(layout, members, compile=compile)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, layout: Layout, members: Sequence[Cache], *, compile: bool) -> None:
+        model = self.model
         attends = any(layer.span is not None or layer.is_cross for layer in layout.layers)
-        is_dense = attends and not self._switch.is_on
+        is_dense = attends and (self._switch is None or not self._switch.is_on)
         self.is_packed = not is_dense and not layout.has_states
         self._forward, self._head = _entry(model)
         accepted = inspect.signature(self._forward.forward).parameters
@@ -68,10 +84,11 @@ class ModelCall:
         self._is_pair = layout.is_encoder_decoder
         self._tokens = "decoder_input_ids" if self._is_pair else "input_ids"
         self._positions = next((name for name in ("decoder_position_ids", "position_ids") if name in accepted), None)
+        self.counts_columns = is_dense and self._positions is None and has_position_table(model)
         self._keeps = "logits_to_keep" in accepted
         self._cache_argument = layout.cache_argument
-        self._latents = Latents(model) if attends and not is_dense else None
-        self._compiled: list[Cache] | None = None  # the member of each layer
+        if attends and not is_dense:
+            self._latents = Latents(model)
         self._traced = compiled.TracedCache()
         self._host: PackedCache | DenseCache
         self._pair: PackedPair | None = None
@@ -173,7 +190,7 @@ class ModelCall:
 
     def encode(self, **inputs: Tensor) -> Tensor:
         """States [n, hidden] of one encoder input, with the attention that the model came with."""
-        with self._switch.turned_off():
+        with nullcontext() if self._switch is None else self._switch.turned_off():
             if self._is_pair:
                 encoder: Any = self.model.get_encoder()
                 states: Tensor = encoder(**inputs).last_hidden_state
@@ -187,7 +204,9 @@ class ModelCall:
 
     def close(self) -> None:
         """Give the model its attention back. Repeating it changes nothing."""
-        self._switch.restore()
+        if self._switch is not None:
+            self._switch.release()
+            self._switch = None
         if self._compiled is not None:
             decoder: Any = self.model.get_decoder()
             decoder._compiled_call_impl = None
@@ -197,10 +216,10 @@ class ModelCall:
     def _compile(self, layout: Layout, members: Sequence[Cache], *, is_plain: bool) -> None:
         refused = compiled.refusal_of(layout, is_plain=is_plain)
         if refused is not None:
-            self.close()
             raise NotSupported(f"{type(self.model).__name__} cannot be compiled: {refused}; leave compile off")
-        self._compiled = [members[layout.member(i)] for i in range(len(layout.layers))]
+        assert self._switch is not None  # a model that keeps its attention is not plain
         self._switch.use(compiled.NAME)
+        self._compiled = [members[layout.member(i)] for i in range(len(layout.layers))]
         decoder: Any = self.model.get_decoder()
         decoder.compile(dynamic=True)
 
@@ -214,14 +233,40 @@ class ModelCall:
         return arguments
 
 
+_IN_USE = "the model is compiled, or is to be, and another Runner or Engine uses it; close that one, or load it twice"
+
+_switches: WeakKeyDictionary[PreTrainedModel, AttentionSwitch] = WeakKeyDictionary()
+"""Of models that are in use; several runners of one model share a switch."""
+
+
 @final
 class AttentionSwitch:
-    """Our attention function in a model's decoder, and the way back. `is_on`: false where nothing can be switched."""
+    """Our attention function in a model's decoder, and the way back when nobody uses it any more.
+
+    is_on: false where nothing can be switched. Made by `of`.
+    """
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> AttentionSwitch:
+        """The model's switch, for one more user. Raises `ValueError` while a compiled model is in use."""
+        switch = _switches.get(model)
+        if switch is None:
+            switch = _switches[model] = AttentionSwitch(model)
+        if switch._name != attention.NAME:
+            raise ValueError(_IN_USE)
+        switch._num_users += 1
+        return switch
 
     def __init__(self, model: PreTrainedModel) -> None:
         attention.register()
         modules = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        self._model = weakref.ref(model)
+        self._num_users = 0
+        self._name = attention.NAME
         self._before = list({id(m.config): (m.config, m.config._attn_implementation) for m in modules}.values())
+        decoder: Any = model.get_decoder()
+        if not isinstance(decoder, PreTrainedModel):  # ModernBERT's answers with its head
+            decoder = model.base_model
         self.is_on = type(model)._can_set_attn_implementation()
         if self.is_on:
             # Vision and sound towers keep theirs where the model tells them apart.
@@ -229,41 +274,39 @@ class AttentionSwitch:
             model.set_attn_implementation(
                 {"": attention.NAME, "text_config": attention.NAME} if towers else attention.NAME
             )
-            decoder: Any = model.get_decoder()
             self.is_on = attention.is_in_place(decoder.config) and decoder._can_set_attn_implementation()
             if not self.is_on:  # some models only warn, and would mix the sequences of a row
-                self.restore()
+                self._set(self._before)
         self._during = [(config, config._attn_implementation) for config, _ in self._before]
 
     def use(self, name: str) -> None:
-        """Another of our attention functions, where ours is on."""
-        for config, during in self._during:
-            if during == attention.NAME:
-                config._attn_implementation_internal = name
+        """Another of our attention functions, where ours is on. Raises `ValueError` while others use the model."""
+        if self._num_users > 1:
+            raise ValueError(_IN_USE)
+        self._name = name
+        self._set([(config, name if during == attention.NAME else during) for config, during in self._during])
         self._during = [(config, config._attn_implementation) for config, _ in self._before]
 
-    def restore(self) -> None:
-        """The attention that the model came with."""
-        for config, name in self._before:
-            config._attn_implementation_internal = name
+    def release(self) -> None:
+        """One user less; the last one gives the model the attention back that it came with."""
+        self._num_users -= 1
+        model = self._model()
+        if not self._num_users and model is not None:
+            self._set(self._before)
+            del _switches[model]
 
-    def turned_off(self) -> _TurnedOff:
+    @contextmanager
+    def turned_off(self) -> Iterator[None]:
         """A context in which the model has the attention that it came with."""
-        return _TurnedOff(self._before, self._during)
+        self._set(self._before)
+        try:
+            yield
+        finally:
+            self._set(self._during)
 
-
-@final
-class _TurnedOff:
-    def __init__(self, before: Sequence[tuple[Any, str]], during: Sequence[tuple[Any, str]]) -> None:
-        self._before = before
-        self._during = during
-
-    def __enter__(self) -> None:
-        for config, name in self._before:
-            config._attn_implementation_internal = name
-
-    def __exit__(self, *_: object) -> None:
-        for config, name in self._during:
+    @staticmethod
+    def _set(names: Sequence[tuple[Any, str]]) -> None:
+        for config, name in names:
             config._attn_implementation_internal = name
 
 

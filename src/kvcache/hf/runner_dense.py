@@ -86,7 +86,7 @@ class DenseCache(TransformersCache):
             )
             if len(rows) != B * S:
                 rows = rows.new_zeros((B * S, *rows.shape[1:])).index_copy_(0, self._rows, rows)
-            padded.append(rows.unflatten(0, (B, S)).transpose(1, 2))
+            padded.append(rows.unflatten(0, (B, S)).transpose(1, 2).contiguous())  # as DynamicCache gives them
         return padded[0], padded[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -32,7 +32,7 @@ from transformers import EncoderDecoderCache
 
 from kvcache.caches import Cache, CausalCache, EncoderCache
 from kvcache.errors import NotSupported
-from kvcache.hf.attention import Gathered, MaskLength, tag
+from kvcache.hf.attention import Gathered, MaskLength, refuse_changed, tag
 from kvcache.hf.layout import Layout
 from kvcache.hf.runner_latent import LatentReader
 from kvcache.hf.runner_readers import BiasedReader, Columns, RowReader, Step, put_rows
@@ -46,6 +46,8 @@ class _LayerFace:
     """What models read of `cache.layers[i]` directly: keys, values, whether there are any."""
 
     __slots__ = ("_layer", "_owner", "is_sliding")
+
+    supports_early_init = False
 
     def __init__(self, owner: CrossCache | PackedCache, layer: int, *, is_sliding: bool) -> None:
         self._owner = owner
@@ -102,6 +104,7 @@ class PackedCache(TransformersCache):
         self._loans: dict[int, list[Tensor | None]] = {}
         self._dummy = torch.zeros((1, 1, 1, 1), dtype=dtype)
         self._mask_length = MaskLength(0, RowReader(members[0], 0))
+        self._last: RowReader | None = None  # handed out in this pass
 
     @property
     def is_plain(self) -> bool:
@@ -111,6 +114,7 @@ class PackedCache(TransformersCache):
     def begin(self, step: Step) -> None:
         """The next call of the model is `step`; the members have started their pass."""
         self.step = step
+        self._last = None
         self._loans.clear()
         if self._biased:
             member = self._members[0]
@@ -137,8 +141,10 @@ class PackedCache(TransformersCache):
         put_rows(member, layer_idx, key_states, value_states)
         if self._columns is not None:
             stand_in = self._dummy.expand(1, 1, len(self._columns), 1)  # only its length is looked at
-            return tag(stand_in, self._biased[layer_idx]), value_states
-        return tag(key_states, reader), value_states
+            return tag(stand_in, self._biased[layer_idx]), tag(value_states, self._biased[layer_idx])
+        self._check_asked()
+        self._last, reader.was_asked = reader, False
+        return tag(key_states, reader), tag(value_states, reader)
 
     def is_cross(self, layer: int) -> bool:
         """Whether the keys of `layer` come from an encoder."""
@@ -151,7 +157,7 @@ class PackedCache(TransformersCache):
             raise NotSupported(
                 f"the model reads keys of layer {layer} past update(); packed rows hand out tagged keys only"
             )
-        return Gathered(tag(self._dummy, reader), self._dummy)
+        return Gathered(tag(self._dummy, reader), tag(self._dummy, reader))
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Not one number but a tensor: what to add to `arange(T)` for the true positions.
@@ -203,11 +209,16 @@ class PackedCache(TransformersCache):
 
     def write_back(self) -> None:
         """The call went well: states as the model left them become the sequences' states."""
+        self._check_asked()
         for layer, (conv, recurrent) in self._loans.items():
             assert self._states is not None  # loans are of its states
             self._states.set_layer(layer)
             self._states.put(conv, recurrent)
         self._loans.clear()
+
+    def _check_asked(self) -> None:
+        if self._last is not None and not self._last.was_asked:
+            refuse_changed("keys")
 
     def _loan(self, layer: int, state_index: int) -> list[Tensor | None]:
         loan = self._loans.get(layer)
@@ -265,7 +276,7 @@ class CrossCache(TransformersCache):
 
     def stored(self, layer: int) -> Gathered:
         """Tagged stand-ins for the keys and values of all media that the pass sees."""
-        return Gathered(tag(self._dummy, self._readers[layer]), self._dummy)
+        return Gathered(tag(self._dummy, self._readers[layer]), tag(self._dummy, self._readers[layer]))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

@@ -1,0 +1,186 @@
+"""Families beside the nineteen, each with something that none of those has: right, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from families import FAMILIES, one_thread
+from kvcache import Engine, NotSupported
+from kvcache.hf import cache_for
+
+BASE: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+HEADS = BASE | {
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+GROUPED = HEADS | {"num_key_value_heads": 2}
+BART = {
+    "vocab_size": 99,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "init_std": 0.3,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+}
+JAMBA = GROUPED | {
+    "num_hidden_layers": 4,
+    "attn_layer_offset": 1,
+    "attn_layer_period": 2,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "use_mamba_kernels": False,
+}
+
+ONE_BY_ONE: dict[str, Callable[[], Any]] = {
+    "mamba": lambda: tf.MambaForCausalLM(tf.MambaConfig(**BASE, num_hidden_layers=2, state_size=8)),
+    "falcon mamba": lambda: tf.FalconMambaForCausalLM(tf.FalconMambaConfig(**BASE, num_hidden_layers=2, state_size=8)),
+    "jamba": lambda: tf.JambaForCausalLM(tf.JambaConfig(**JAMBA)),
+}
+CHANGING: dict[str, Callable[[], Any]] = {
+    "keys": lambda: tf.JetMoeForCausalLM(
+        tf.JetMoeConfig(**BASE, intermediate_size=96, num_hidden_layers=2, num_key_value_heads=2, kv_channels=32)
+    ),
+    "values": lambda: tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**GROUPED)),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    **ONE_BY_ONE,
+    **CHANGING,
+    "positions counted by columns": lambda: tf.MvpForCausalLM(tf.MvpConfig(**BART)),
+    "rotary positions counted by columns": lambda: tf.RoFormerForCausalLM(tf.RoFormerConfig(**HEADS, is_decoder=True)),
+    "masks sized by the past": lambda: tf.OPTForCausalLM(
+        tf.OPTConfig(**HEADS | {"ffn_dim": 96, "word_embed_proj_dim": 64})
+    ),
+    "a decoder of an encoder-decoder": lambda: tf.BartForCausalLM(tf.BartConfig(**BART)),
+    "a mask of its own": lambda: tf.DogeForCausalLM(tf.DogeConfig(**GROUPED)),
+    "keys that it views": lambda: tf.GPTNeoXJapaneseForCausalLM(tf.GPTNeoXJapaneseConfig(**HEADS)),
+    "a decoder that answers with its head": lambda: tf.ModernBertDecoderForCausalLM(
+        tf.ModernBertDecoderConfig(**HEADS)
+    ),
+}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no cache": (
+        lambda: tf.OpenAIGPTLMHeadModel(tf.OpenAIGPTConfig(vocab_size=99, n_embd=64, n_layer=2, n_head=4)),
+        "does not take transformers' Cache objects",
+    ),
+    "no decoder": (lambda: tf.BertLMHeadModel(tf.BertConfig(**HEADS)), "reads in both directions"),
+    "counts of an encoder-decoder": (
+        lambda: tf.BartForConditionalGeneration(tf.BartConfig(**BART)),
+        "BartForConditionalGeneration cannot run over blocks",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def made(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    model = make().eval()
+    model.generation_config = tf.GenerationConfig(do_sample=False, pad_token_id=0, bos_token_id=1)
+    return model
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(3, 98, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_greedy(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    """Each token is the best of a forward without any cache, or as good."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert (logits.amax(-1) - chosen).max() < 1e-3
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_tokens_are_those_of_the_model_alone(name: str) -> None:
+    model = made(OTHERS[name])
+    prompt = tokens(20)
+    prompts = [prompt, prompt[:7], prompt[:13] + tokens(6, seed=2)]
+    with Engine(model, kv_bytes="4MiB", block_size=4) as engine:
+        rounds = [engine.generate(prompts, max_tokens=6, ignore_eos=True) for _ in range(2)]
+        rounds.append(engine.generate([prompt], max_tokens=6, ignore_eos=True))
+    for done in rounds:
+        for one, given in zip(done, prompts, strict=False):
+            assert_greedy(model, given, one.token_ids)
+    assert any(one.cached_tokens for one in rounds[1])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_and_as_it_was(name: str) -> None:
+    make, message = REFUSED[name]
+    model = made(make)
+    before = model.config._attn_implementation
+    with pytest.raises(NotSupported, match=message):
+        Engine(model, kv_bytes="4MiB")
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("what", CHANGING)
+def test_in_place_a_model_that_changes_what_is_cached_is_refused(what: str) -> None:
+    model = made(CHANGING[what])
+    model.set_attn_implementation("kvcache")
+    ids = torch.tensor([tokens(9)])
+    with pytest.raises(NotSupported, match=f"changes {what} between the cache and its attention"):
+        model.generate(ids, max_new_tokens=3, past_key_values=cache_for(model, capacity=64))
+    model.set_attn_implementation("sdpa")
+    done = model.generate(ids, max_new_tokens=3, past_key_values=cache_for(model, capacity=64))
+    assert_greedy(model, ids[0].tolist(), done[0, 9:].tolist())
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_states_that_go_on_one_by_one_are_not_reused_for_more(name: str) -> None:
+    model = made(ONE_BY_ONE[name])
+    cache: Any = cache_for(model, capacity=64)
+    argument = "cache_params" if "mamba" in name else "past_key_values"
+    ids = torch.tensor([tokens(12)])
+    model.generate(ids, max_new_tokens=4, **{argument: cache})
+    with pytest.raises(NotSupported, match=r"goes on by one token at a time \(of several it forgets the 15 before\)"):
+        model(torch.tensor([[5, 6]]), **{argument: cache})
+    longer = torch.cat((ids, torch.tensor([tokens(5, seed=3)])), dim=1)
+    found = cache.reuse(longer)
+    assert found.num_tokens == 0 and "one token at a time" in found.reason
+    done = model.generate(longer, max_new_tokens=4, **{argument: cache})
+    assert_greedy(model, longer[0].tolist(), done[0, 17:].tolist())
+
+
+def test_engines_of_one_model_leave_each_other_their_attention() -> None:
+    model = FAMILIES["llama"].build()
+    before = model.config._attn_implementation
+    prompt = tokens(20)
+    first, second = Engine(model, kv_bytes="1MiB"), Engine(model, kv_bytes="1MiB")
+    expected = second.generate([prompt], max_tokens=8, ignore_eos=True)[0].token_ids
+    first.close()
+    again = second.generate([prompt[::-1]], max_tokens=8, ignore_eos=True)[0].token_ids
+    assert_greedy(model, prompt[::-1], again)
+    with pytest.raises(ValueError, match="another Runner or Engine uses it"):
+        Engine(model, kv_bytes="1MiB", compile=True)
+    assert second.generate([prompt], max_tokens=8, ignore_eos=True)[0].token_ids == expected
+    second.close()
+    assert model.config._attn_implementation == before
