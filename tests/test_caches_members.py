@@ -264,6 +264,20 @@ def test_tokens_appended_beside_media() -> None:
     cache.check()
 
 
+def test_committed_positions_are_bounded() -> None:
+    cache = EncoderCache()
+    cache.init("numpy", "f32", **SIZES)
+    cache.start_forward(Batch([2**31 - 3], [0]))
+    view = cache.sequence(0)
+    with pytest.raises(ValueError, match="sequence 0 ends at 2147483646 and 2 more tokens reach position 2147483647"):
+        view.commit(2)
+    assert view.seq_len == 2**31 - 2
+    view.commit(1)
+    with pytest.raises(ValueError, match="expected at most 2147483646"):
+        view.commit(1)
+    assert view.seq_len == 2**31 - 1
+
+
 def test_a_configuration_for_all_members_or_for_none() -> None:
     first, second = EncoderCache(), CausalCache()
     second.set_config(CacheConfig(padding=2))
