@@ -14,6 +14,7 @@ from torch import Tensor
 from families import FAMILIES, VOCABULARY, Family, one_thread
 from kvcache import CacheFull, NotSupported
 from kvcache.hf import cache_for
+from kvcache.hf.attention import attention_forward
 
 DECODERS = [name for name, family in FAMILIES.items() if not family.encoder_decoder]
 ATTENTIONS = ("built-in", "kvcache")
@@ -516,6 +517,14 @@ def test_the_wrong_model() -> None:
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         cache_for(FAMILIES["mistral"].build(), **options)
+
+
+def test_a_softcap_is_positive() -> None:
+    """Where no kernel sees it, too: whole keys with a mask, and transformers' own attention."""
+    states = torch.ones(1, 2, 3, 8)
+    for softcap in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"softcap is {softcap}; expected a finite number above 0, or None"):
+            attention_forward(torch.nn.Module(), states, states, states, None, softcap=softcap)
 
 
 def test_models_that_cannot_be_served() -> None:

@@ -27,6 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from kvcache.kernels import check_softcap
+
 __all__ = [
     "NAME",
     "Call",
@@ -147,6 +149,7 @@ def attention_forward(
     **kwargs: Any,  # noqa: ARG001  what other implementations want
 ) -> tuple[Tensor, None]:
     """The attention function: queries [B,Hq,q,D] over keys [B,H,S,D]; output [B,q,Hq,Dv], no weights."""
+    check_softcap(softcap)
     reader = reader_of(key)
     if reader is not None:
         if sliding_window is not None and reader.window != sliding_window:
