@@ -330,6 +330,29 @@ def test_rows_are_selected_and_repeated_by_reference() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "t5"])
+def test_rows_that_do_not_exist_are_refused(name: str) -> None:
+    """Before any row is copied: what a failed selection made would belong to nobody."""
+    family = FAMILIES[name]
+    model = family.build()
+    cache = cache_for(model, capacity=64, max_sequences=4)
+    generate(model, ids(2, 9), cache, 3)
+    before = cache.usage()
+    for rows in ([0, 0, 7], [0, -1], [2], [], [0.0], [[0, 1]], [True], [True, False, True], [False, False]):
+        for select in (cache.reorder_cache, cache.batch_select_indices):
+            with pytest.raises(ValueError, match="and the cache holds 2 rows; expected numbers of these, from 0"):
+                select(torch.tensor(rows))
+    for repeats in (0, -1):
+        with pytest.raises(ValueError, match=f"repeats is {repeats}; expected at least 1"):
+            cache.batch_repeat_interleave(repeats)
+    assert cache.usage() == before
+    cache.check()
+    cache.batch_select_indices(torch.tensor([False, True]))
+    cache.check()
+    cache.reset()
+    assert not cache.usage().sequences
+
+
 def test_layers_look_like_those_of_transformers() -> None:
     """What transformers' own tests read: keys and values [B,H,S,D] on each layer."""
     from transformers import DynamicCache
