@@ -228,6 +228,48 @@ def test_embeddings_are_not_known_by_id() -> None:
     assert "not known" in match.reason
 
 
+def test_what_is_unknown_agrees_with_nothing() -> None:
+    """Not with -1 either, by which the transcript knows it and models may mark an image."""
+    model = FAMILIES["llama"].build()
+    cache = cache_for(model, capacity=64)
+    embeds = model.get_input_embeddings()(ids(1, 10))
+    model.generate(inputs_embeds=embeds, max_new_tokens=4, past_key_values=cache)
+    match = cache.reuse([[-1] * 10 + [5]])
+    assert match.num_tokens == 0
+    assert "not known" in match.reason
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_prompts_and_masks_of_the_wrong_kind_change_nothing(name: str) -> None:
+    model = FAMILIES[name].build()
+    cache = cache_for(model, capacity=64)
+    generate(model, ids(1, 9), cache, 3)
+    before = cache.usage()
+    assert before.num_tokens
+    prompt = ids(1, 21)
+    for wrong in ([True, False], [[1.5, 2.0]], [], [1j]):
+        with pytest.raises(ValueError, match=r"expected integers \[rows, tokens\]"):
+            cache.reuse(wrong)
+    for shape in ((1, 5), (3, 21), (20,), (1, 1, 21)):
+        with pytest.raises(ValueError, match=r"and input_ids are \[1, 21\]; expected 0 or 1 for each token"):
+            cache.reuse(prompt, torch.ones(shape))
+    for mask in ("ones", [[1, None]], object()):
+        with pytest.raises(TypeError, match=r"attention_mask is .*; expected 0 or 1 for each token"):
+            cache.reuse(prompt, mask)
+    assert cache.usage() == before
+    cache.check()
+
+
+def test_a_mask_may_be_a_list() -> None:
+    model = FAMILIES["llama"].build()
+    cache = cache_for(model, capacity=64)
+    prompt = ids(1, 9)
+    generate(model, prompt, cache, 3)
+    assert cache.reuse(prompt, [[0] + [1] * 8]).num_tokens == 0
+    generate(model, prompt, cache, 3)
+    assert cache.reuse(prompt[0].tolist(), [1] * 9).num_tokens == 8
+
+
 def test_images_are_not_known_by_id() -> None:
     """The same token ids after another image are another prompt."""
     family = FAMILIES["mllama"]

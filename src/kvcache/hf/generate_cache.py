@@ -40,7 +40,7 @@ from kvcache.hf.layout import Layer
 from kvcache.hf.media import NUM_MEDIA, CrossStates
 from kvcache.hf.passes import LayerReader, Pass, Rows, first_column
 from kvcache.hf.pool import Pool
-from kvcache.hf.reuse import Reuse, as_rows, plan_reuse
+from kvcache.hf.reuse import Reuse, as_mask, as_rows, plan_reuse
 from kvcache.hf.states import LentStates, recorded_before
 from kvcache.hf.transcript import Transcript
 from kvcache.spec import Match, Usage, integer
@@ -224,10 +224,11 @@ class GenerateCache(TransformersCache):
         """
         self._settle()
         prompt = as_rows(input_ids)
+        mask = as_mask(attention_mask, prompt)
         if self._layout.is_encoder_decoder and self._rows.length:
             self.reset()
             return Match(0, "the decoder's tokens depend on the encoder's input, which is not compared")
-        plan = plan_reuse(self._pool, self._rows, self._transcript, prompt, attention_mask)
+        plan = plan_reuse(self._pool, self._rows, self._transcript, prompt, mask)
         if plan.num_columns:
             self._keep(plan)
             self._reused = plan.num_columns
