@@ -142,6 +142,15 @@ def test_excepted_rows_are_rows_of_the_batch(rows: tuple[Any, ...]) -> None:
     np.testing.assert_array_equal(cache.get().mask, before)
 
 
+@pytest.mark.parametrize("num_blocks", [0, -3, True, 2.5, "8"], ids=str)
+def test_blocks_are_counted(num_blocks: Any) -> None:
+    cache = CausalCache()
+    with pytest.raises((ValueError, TypeError), match=f"num_blocks is {num_blocks!r}.*; expected"):
+        cache.init("numpy", "f32", capacity=16, num_blocks=num_blocks)
+    cache.init("numpy", "f32", capacity=16, num_blocks=np.int64(8))
+    assert cache.usage().num_blocks == 8
+
+
 @pytest.mark.parametrize(
     "arguments", [{"block_size": 0}, {"block_size": 1.5}, {"span": "full"}, {"span": Full}, {"shift": 3}], ids=str
 )
