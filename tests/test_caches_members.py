@@ -210,6 +210,18 @@ def test_init_of_all_members_or_of_none() -> None:
     new.init("numpy", "f32", **SIZES)  # it was left alone
 
 
+def test_a_cache_is_given_once() -> None:
+    cache, other = CausalCache(), CausalCache(Sliding(2))
+    for make in (
+        lambda: HybridCache(cache, cache),
+        lambda: HybridCache(HybridCache(cache), cache),
+        lambda: HybridCache(HybridCache(other, cache), HybridCache(HybridCache(cache))),
+    ):
+        with pytest.raises(ValueError, match="the same cache twice; expected one cache per kind of layer"):
+            make()
+    HybridCache(HybridCache(cache), other).init("numpy", "f32", **SIZES)
+
+
 @pytest.mark.parametrize("layer_types", [[2], [-1], ["full"], [1.0]], ids=str)
 def test_layer_types_name_members(layer_types: list[Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
