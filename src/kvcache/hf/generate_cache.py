@@ -216,7 +216,7 @@ class GenerateCache(TransformersCache):
 
     # --- for whoever owns the cache -----------------------------------------------------------------------------------
 
-    def reuse(self, input_ids: Any, attention_mask: Tensor | None = None) -> Match:
+    def reuse(self, input_ids: Any, attention_mask: Any = None) -> Match:
         """Rewind to the longest prefix in common with a prompt [rows, tokens] about to be generated from.
 
         All rows keep equally many tokens and at least one is left to compute. Sliding and recurrent layers may force it
