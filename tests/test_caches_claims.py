@@ -142,6 +142,15 @@ def test_excepted_rows_are_rows_of_the_batch(rows: tuple[Any, ...]) -> None:
     np.testing.assert_array_equal(cache.get().mask, before)
 
 
+@pytest.mark.parametrize("num_blocks", [0, -3, True, 2.5, "8"], ids=str)
+def test_blocks_are_counted(num_blocks: Any) -> None:
+    cache = CausalCache()
+    with pytest.raises((ValueError, TypeError), match=f"num_blocks is {num_blocks!r}.*; expected"):
+        cache.init("numpy", "f32", capacity=16, num_blocks=num_blocks)
+    cache.init("numpy", "f32", capacity=16, num_blocks=np.int64(8))
+    assert cache.usage().num_blocks == 8
+
+
 @pytest.mark.parametrize(
     "arguments", [{"block_size": 0}, {"block_size": 1.5}, {"span": "full"}, {"span": Full}, {"shift": 3}], ids=str
 )
@@ -537,6 +546,22 @@ def test_positions_are_bounded() -> None:
     keys, _, mask = forward(cache, [2**31 - 2])
     assert len(keys) == 3
     assert (mask == 0).all()
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("span", [Full(), Sliding(4), Chunked(4)], ids=str)
+def test_appended_positions_are_bounded(span: Any, block_size: int) -> None:
+    """What committing could not store is refused before it is written, tokens that were appended before included."""
+    cache = made(span, block_size=block_size)
+    forward(cache, [2**31 - 4, 2**31 - 3])
+    view = cache.sequence(0)
+    error = refused(cache, lambda: view.append(0, numbers(2, H, D), numbers(2, H, DV)))
+    assert "sequence 0 ends at 2147483646 and 2 more tokens reach position 2147483647; expected at most" in str(error)
+    view.append(0, numbers(1, H, D), numbers(1, H, DV))
+    refused(cache, lambda: view.append(0, numbers(1, H, D), numbers(1, H, DV)))
+    view.commit(1)
+    assert view.seq_len == 2**31 - 1
+    refused(cache, lambda: view.append(0, numbers(1, H, D), numbers(1, H, DV)))
 
 
 def test_nothing_stored_is_not_contiguous() -> None:

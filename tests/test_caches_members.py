@@ -210,6 +210,18 @@ def test_init_of_all_members_or_of_none() -> None:
     new.init("numpy", "f32", **SIZES)  # it was left alone
 
 
+def test_a_cache_is_given_once() -> None:
+    cache, other = CausalCache(), CausalCache(Sliding(2))
+    for make in (
+        lambda: HybridCache(cache, cache),
+        lambda: HybridCache(HybridCache(cache), cache),
+        lambda: HybridCache(HybridCache(other, cache), HybridCache(HybridCache(cache))),
+    ):
+        with pytest.raises(ValueError, match="the same cache twice; expected one cache per kind of layer"):
+            make()
+    HybridCache(HybridCache(cache), other).init("numpy", "f32", **SIZES)
+
+
 @pytest.mark.parametrize("layer_types", [[2], [-1], ["full"], [1.0]], ids=str)
 def test_layer_types_name_members(layer_types: list[Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
@@ -262,6 +274,20 @@ def test_tokens_appended_beside_media() -> None:
     assert cache.usage().sequences[0].num_tokens == cache.usage().num_tokens == 4
     cache.start_forward(Batch([4], [0]))
     cache.check()
+
+
+def test_committed_positions_are_bounded() -> None:
+    cache = EncoderCache()
+    cache.init("numpy", "f32", **SIZES)
+    cache.start_forward(Batch([2**31 - 3], [0]))
+    view = cache.sequence(0)
+    with pytest.raises(ValueError, match="sequence 0 ends at 2147483646 and 2 more tokens reach position 2147483647"):
+        view.commit(2)
+    assert view.seq_len == 2**31 - 2
+    view.commit(1)
+    with pytest.raises(ValueError, match="expected at most 2147483646"):
+        view.commit(1)
+    assert view.seq_len == 2**31 - 1
 
 
 def test_a_configuration_for_all_members_or_for_none() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from families import FAMILIES, VOCABULARY, Family, one_thread
 from kvcache import CacheFull, NotSupported
 from kvcache.hf import cache_for
+from kvcache.hf.attention import attention_forward
 
 DECODERS = [name for name, family in FAMILIES.items() if not family.encoder_decoder]
 ATTENTIONS = ("built-in", "kvcache")
@@ -227,6 +228,48 @@ def test_embeddings_are_not_known_by_id() -> None:
     assert "not known" in match.reason
 
 
+def test_what_is_unknown_agrees_with_nothing() -> None:
+    """Not with -1 either, by which the transcript knows it and models may mark an image."""
+    model = FAMILIES["llama"].build()
+    cache = cache_for(model, capacity=64)
+    embeds = model.get_input_embeddings()(ids(1, 10))
+    model.generate(inputs_embeds=embeds, max_new_tokens=4, past_key_values=cache)
+    match = cache.reuse([[-1] * 10 + [5]])
+    assert match.num_tokens == 0
+    assert "not known" in match.reason
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_prompts_and_masks_of_the_wrong_kind_change_nothing(name: str) -> None:
+    model = FAMILIES[name].build()
+    cache = cache_for(model, capacity=64)
+    generate(model, ids(1, 9), cache, 3)
+    before = cache.usage()
+    assert before.num_tokens
+    prompt = ids(1, 21)
+    for wrong in ([True, False], [[1.5, 2.0]], [], [1j]):
+        with pytest.raises(ValueError, match=r"expected integers \[rows, tokens\]"):
+            cache.reuse(wrong)
+    for shape in ((1, 5), (3, 21), (20,), (1, 1, 21)):
+        with pytest.raises(ValueError, match=r"and input_ids are \[1, 21\]; expected 0 or 1 for each token"):
+            cache.reuse(prompt, torch.ones(shape))
+    for mask in ("ones", [[1, None]], object()):
+        with pytest.raises(TypeError, match=r"attention_mask is .*; expected 0 or 1 for each token"):
+            cache.reuse(prompt, mask)
+    assert cache.usage() == before
+    cache.check()
+
+
+def test_a_mask_may_be_a_list() -> None:
+    model = FAMILIES["llama"].build()
+    cache = cache_for(model, capacity=64)
+    prompt = ids(1, 9)
+    generate(model, prompt, cache, 3)
+    assert cache.reuse(prompt, [[0] + [1] * 8]).num_tokens == 0
+    generate(model, prompt, cache, 3)
+    assert cache.reuse(prompt[0].tolist(), [1] * 9).num_tokens == 8
+
+
 def test_images_are_not_known_by_id() -> None:
     """The same token ids after another image are another prompt."""
     family = FAMILIES["mllama"]
@@ -327,6 +370,29 @@ def test_rows_are_selected_and_repeated_by_reference() -> None:
     assert torch.equal(cache.layers[1].keys, keys)
     assert cache.usage().num_free_blocks == free
     cache.check()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "t5"])
+def test_rows_that_do_not_exist_are_refused(name: str) -> None:
+    """Before any row is copied: what a failed selection made would belong to nobody."""
+    family = FAMILIES[name]
+    model = family.build()
+    cache = cache_for(model, capacity=64, max_sequences=4)
+    generate(model, ids(2, 9), cache, 3)
+    before = cache.usage()
+    for rows in ([0, 0, 7], [0, -1], [2], [], [0.0], [[0, 1]], [True], [True, False, True], [False, False]):
+        for select in (cache.reorder_cache, cache.batch_select_indices):
+            with pytest.raises(ValueError, match="and the cache holds 2 rows; expected numbers of these, from 0"):
+                select(torch.tensor(rows))
+    for repeats in (0, -1):
+        with pytest.raises(ValueError, match=f"repeats is {repeats}; expected at least 1"):
+            cache.batch_repeat_interleave(repeats)
+    assert cache.usage() == before
+    cache.check()
+    cache.batch_select_indices(torch.tensor([False, True]))
+    cache.check()
+    cache.reset()
+    assert not cache.usage().sequences
 
 
 def test_layers_look_like_those_of_transformers() -> None:
@@ -516,6 +582,14 @@ def test_the_wrong_model() -> None:
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         cache_for(FAMILIES["mistral"].build(), **options)
+
+
+def test_a_softcap_is_positive() -> None:
+    """Where no kernel sees it, too: whole keys with a mask, and transformers' own attention."""
+    states = torch.ones(1, 2, 3, 8)
+    for softcap in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"softcap is {softcap}; expected a finite number above 0, or None"):
+            attention_forward(torch.nn.Module(), states, states, states, None, softcap=softcap)
 
 
 def test_models_that_cannot_be_served() -> None:

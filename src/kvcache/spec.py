@@ -66,6 +66,10 @@ class Media:
 
     def __post_init__(self) -> None:
         integer(self.index, "Media.index")
+        try:
+            hash(self.key)
+        except TypeError as error:
+            raise TypeError(f"Media.key is {self.key!r}; expected something hashable, as a text or bytes") from error
         if self.num_tokens is not None:
             integer(self.num_tokens, "Media.num_tokens", minimum=1)
 
@@ -96,6 +100,8 @@ class Batch:
         if max(self.positions) > MAX_POSITION:
             raise ValueError(f"Batch.positions reach {max(self.positions)}; expected at most {MAX_POSITION}")
         for media in self.media:
+            if not isinstance(media, Media):
+                raise TypeError(f"Batch.media has {media!r}; expected Media(index, key)")
             if media.index >= len(self.positions):
                 raise ValueError(
                     f"Media.index is {media.index} in a batch of {len(self.positions)} tokens; expected an index into "

@@ -87,8 +87,8 @@ class SequenceView(ABC):
     def append(self, layer: int, keys: Array, values: Array) -> Appended:
         """Write keys [T,H,D] and values [T,H,Dv] after the committed length and what this layer appended before.
 
-        Forgets as a forward does. Raises `ValueError` for wrong shapes, `CacheFull` when no slots are left; nothing has
-        changed then.
+        Forgets as a forward does. Raises `ValueError` for wrong shapes and beyond `MAX_POSITION`, `CacheFull` when no
+        slots are left; nothing has changed then.
         """
 
     @abstractmethod

@@ -272,6 +272,13 @@ def test_media_outside_the_batch(contender: Contender) -> None:
     refused(cache, lambda: cache.start_forward(Batch([0], [0], [Media(1, "cat")])))
 
 
+def test_media_of_the_wrong_kind(contender: Contender) -> None:
+    cache = contender.made()
+    refused(cache, lambda: Media(0, [1]), TypeError, match=r"Media.key is \[1\]; expected something hashable")  # type: ignore[arg-type]
+    wrong: Any = [("x",)]
+    refused(cache, lambda: Batch([4], [1], media=wrong), TypeError, match=r"Batch.media has \('x',\); expected Media")
+
+
 def test_an_oversized_batch_changes_nothing(contender: Contender) -> None:
     cache = contender.made(max_batch=4)
     contender.forward(cache, [0, 1, 2], 0)

@@ -299,6 +299,13 @@ def test_sinks_of_another_model(case: Case) -> None:
             attend(case, world, sinks=np.ones(count, np.float32))
 
 
+@pytest.mark.parametrize("softcap", [0.0, -3.0, float("inf"), float("nan")])
+def test_a_softcap_is_positive(case: Case, softcap: float) -> None:
+    world = make_world(Shape(2, 4, 32, 32, 16), [decode(20)], seed=8)
+    with pytest.raises(ValueError, match=f"softcap is {softcap}; expected a finite number above 0, or None for none"):
+        attend(case, world, softcap=softcap)
+
+
 def test_queries_that_see_nothing_give_exact_zeros(case: Case) -> None:
     world = make_world(Shape(2, 2, 32, 48, 16), BATCHES["nothing visible"], seed=7)
     for sinks in (None, np.zeros(4, np.float32)):

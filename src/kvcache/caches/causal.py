@@ -156,13 +156,16 @@ class CausalCache(Cache):
         limits = self._lifecycle.prepare(arrays, max_sequences, capacity, max_batch)
         pair = formats.pair(dtype, arrays)
         span = self.span.resolve(limits.max_sequences)
-        size = num_blocks or spans.num_blocks(
-            span,
-            block_size=self.block_size,
-            max_sequences=limits.max_sequences,
-            capacity=limits.capacity,
-            max_batch=limits.max_batch,
-        )
+        if num_blocks is None:
+            size = spans.num_blocks(
+                span,
+                block_size=self.block_size,
+                max_sequences=limits.max_sequences,
+                capacity=limits.capacity,
+                max_batch=limits.max_batch,
+            )
+        else:
+            size = integer(num_blocks, "num_blocks", minimum=1)
 
         def effect() -> None:
             self._storage = BlockStorage(arrays, pair, size, self.block_size)

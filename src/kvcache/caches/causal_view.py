@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.caches.lifecycle import Limits, check_truncation
+from kvcache.caches.lifecycle import Limits, check_growth, check_truncation
 from kvcache.sequences import Sequence
 from kvcache.spec import Array, Device, integer
 from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
@@ -54,6 +54,7 @@ class CausalSequenceView(SequenceView):
         keys, values = storage.accept(layer, keys, values, num_tokens)
         table = self._table
         begin = table.appended.get(layer, 0) if table else 0
+        check_growth(self._sequence, self.seq_len, begin + num_tokens)
         missing = begin + num_tokens - (len(table.pending) if table else 0)
         if missing > 0:
             plan = tables.plan({self._sequence: range(missing)}, pending=True)

@@ -8,7 +8,7 @@ member that can only go back to certain points (`RecurrentCache`) takes the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import final
 
@@ -35,7 +35,8 @@ class HybridCache(Cache):
     def __init__(self, *caches: Cache, layer_types: Sequence[int] | None = None) -> None:
         if not caches or not all(isinstance(cache, Cache) for cache in caches):
             raise TypeError(f"HybridCache got {caches!r}; expected at least one cache")
-        if len({id(cache) for cache in caches}) != len(caches):
+        leaves = _leaves(caches)
+        if len({id(cache) for cache in leaves}) != len(leaves):
             raise ValueError("HybridCache got the same cache twice; expected one cache per kind of layer")
         self.members = caches
         self.layer_types = None if layer_types is None else tuple(self._type(i) for i in layer_types)
@@ -256,6 +257,13 @@ class HybridSequenceView(SequenceView):
         if integer(layer, "layer") >= len(self._layer_types):
             raise ValueError(f"layer is {layer}; expected one of the {len(self._layer_types)} that layer_types names")
         return self._views[self._layer_types[layer]]
+
+
+def _leaves(caches: Iterable[Cache]) -> list[Cache]:
+    """The caches, with those inside hybrids in place of these."""
+    return [
+        leaf for cache in caches for leaf in (_leaves(cache.members) if isinstance(cache, HybridCache) else (cache,))
+    ]
 
 
 def _agreed(position: int, points: Sequence[Callable[[int], int]]) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from kvcache.backends import Backend
-from kvcache.spec import Batch, CacheConfig, integer
+from kvcache.spec import MAX_POSITION, Batch, CacheConfig, integer
 
-__all__ = ["Lifecycle", "Limits", "check_copy", "check_range", "check_truncation"]
+__all__ = ["Lifecycle", "Limits", "check_copy", "check_growth", "check_range", "check_truncation"]
 
 
 class Limits(NamedTuple):
@@ -104,6 +104,15 @@ def check_copy(source: int, target: int, length: int) -> None:
     integer(source, "source", minimum=-(2**63))
     integer(target, "target", minimum=-(2**63))
     integer(length, "length")
+
+
+def check_growth(sequence: int, end: int, num_tokens: int) -> None:
+    """Raise unless `num_tokens` more tokens of a sequence that ends at `end` have positions."""
+    if end + num_tokens - 1 > MAX_POSITION:
+        raise ValueError(
+            f"sequence {sequence} ends at {end} and {num_tokens} more tokens reach position {end + num_tokens - 1}; "
+            f"expected at most {MAX_POSITION}: truncate the sequence, or begin another"
+        )
 
 
 def check_truncation(seq_len: int, end: int) -> None:

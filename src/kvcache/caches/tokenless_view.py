@@ -7,7 +7,7 @@ from functools import partial
 from typing import NoReturn, Protocol, final
 
 from kvcache.backends import Backend
-from kvcache.caches.lifecycle import Limits, check_truncation
+from kvcache.caches.lifecycle import Limits, check_growth, check_truncation
 from kvcache.errors import NotSupported
 from kvcache.spec import Array, Device, integer
 from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
@@ -69,6 +69,7 @@ class TokenlessView(SequenceView):
             return lambda: None
         if self._advance is None:
             self._refuse("commit")
+        check_growth(self._sequence, self.seq_len, num_tokens)
         return partial(self._advance, self._sequence, num_tokens)
 
     @property

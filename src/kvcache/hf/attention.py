@@ -31,6 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvcache.errors import NotSupported
+from kvcache.kernels import check_softcap
 
 __all__ = [
     "NAME",
@@ -166,6 +167,7 @@ def attention_forward(
     **kwargs: Any,  # noqa: ARG001  what other implementations want
 ) -> tuple[Tensor, None]:
     """The attention function: queries [B,Hq,q,D] over keys [B,H,S,D]; output [B,q,Hq,Dv], no weights."""
+    check_softcap(softcap)
     reader = reader_of(key)
     if reader_of(value) is not reader:
         refuse_changed("values" if reader is not None else "keys")

@@ -111,7 +111,7 @@ class EncoderDecoderGenerateCache(EncoderDecoderCache):
         """Row i becomes what row beam_idx[i] was."""
         self.decoder.reorder_cache(beam_idx)
 
-    def reuse(self, input_ids: Any, attention_mask: Tensor | None = None) -> Match:
+    def reuse(self, input_ids: Any, attention_mask: Any = None) -> Match:
         """See `GenerateCache.reuse`: nothing is ever kept, because the encoder's input may differ."""
         return self.decoder.reuse(input_ids, attention_mask)
 

@@ -40,10 +40,10 @@ from kvcache.hf.layout import Layer
 from kvcache.hf.media import NUM_MEDIA, CrossStates
 from kvcache.hf.passes import LayerReader, Pass, Rows, first_column
 from kvcache.hf.pool import Pool
-from kvcache.hf.reuse import Reuse, as_rows, plan_reuse
+from kvcache.hf.reuse import Reuse, as_mask, as_rows, plan_reuse
 from kvcache.hf.states import LentStates, recorded_before
 from kvcache.hf.transcript import Transcript
-from kvcache.spec import Match, Usage
+from kvcache.spec import Match, Usage, integer
 
 __all__ = ["GenerateCache"]
 
@@ -206,20 +206,20 @@ class GenerateCache(TransformersCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was. References only."""
-        self._select(beam_idx.tolist())
+        self._select(self._chosen(beam_idx, "beam_idx"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
+        integer(repeats, "repeats", minimum=1)
         self._select([row for row in range(len(self._rows.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        chosen = torch.arange(len(self._rows.sequences))[indices.cpu()]
-        self._select(chosen.tolist())
+        """Keep these rows, by their numbers or by a bool for each."""
+        self._select(self._chosen(indices, "indices"))
 
     # --- for whoever owns the cache -----------------------------------------------------------------------------------
 
-    def reuse(self, input_ids: Any, attention_mask: Tensor | None = None) -> Match:
+    def reuse(self, input_ids: Any, attention_mask: Any = None) -> Match:
         """Rewind to the longest prefix in common with a prompt [rows, tokens] about to be generated from.
 
         All rows keep equally many tokens and at least one is left to compute. Sliding and recurrent layers may force it
@@ -227,10 +227,11 @@ class GenerateCache(TransformersCache):
         """
         self._settle()
         prompt = as_rows(input_ids)
+        mask = as_mask(attention_mask, prompt)
         if self._layout.is_encoder_decoder and self._rows.length:
             self.reset()
             return Match(0, "the decoder's tokens depend on the encoder's input, which is not compared")
-        plan = plan_reuse(self._pool, self._rows, self._transcript, prompt, attention_mask)
+        plan = plan_reuse(self._pool, self._rows, self._transcript, prompt, mask)
         if plan.num_columns:
             self._keep(plan)
             self._reused = plan.num_columns
@@ -481,6 +482,21 @@ class GenerateCache(TransformersCache):
 
     def _state_key(self, layer: int, state: int) -> int:
         return layer * max(x.num_states for x in self._layout.layers) + state
+
+    def _chosen(self, indices: Tensor, what: str) -> list[int]:
+        """The rows that `indices` [n], integers or a bool for each row, names. Raises where it names none or others."""
+        have = len(self._rows.sequences)
+        given = torch.as_tensor(indices)
+        if given.dtype == torch.bool and given.shape == (have,):
+            given = given.nonzero()[:, 0]
+        is_integral = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+        rows: list[int] = given.tolist() if given.ndim == 1 and is_integral else []
+        if not rows or not all(0 <= row < have for row in rows):
+            raise ValueError(
+                f"{what} is {given.tolist()} ({given.dtype}) and the cache holds {have} rows; expected numbers of "
+                f"these, from 0, and at least one"
+            )
+        return rows
 
     def _select(self, sources: Sequence[int]) -> None:
         """Make row i what row sources[i] was. The first user of a row keeps its sequence, others get references."""

@@ -21,7 +21,7 @@ from kvcache.hf.passes import Rows
 from kvcache.hf.pool import Pool
 from kvcache.hf.transcript import UNKNOWN, Agreement, Transcript
 
-__all__ = ["Reuse", "as_rows", "plan_reuse"]
+__all__ = ["Reuse", "as_mask", "as_rows", "plan_reuse"]
 
 
 class Reuse(NamedTuple):
@@ -39,11 +39,30 @@ def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tens
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"input_ids is {type(input_ids).__name__}; expected token ids [rows, tokens]") from error
     rows = rows[None] if rows.ndim == 1 else rows
-    if rows.ndim != 2 or not rows.numel() or rows.is_floating_point():
+    is_integral = not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
+    if rows.ndim != 2 or not rows.numel() or not is_integral:
         raise ValueError(
             f"input_ids are {rows.dtype} {list(rows.shape)}; expected integers [rows, tokens], at least one each"
         )
     return rows.to(torch.int64)
+
+
+def as_mask(attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]] | None, prompt: Tensor) -> Tensor | None:
+    """The padding mask of a prompt [R,n], likewise."""
+    if attention_mask is None:
+        return None
+    try:
+        mask = torch.as_tensor(attention_mask).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        seen = type(attention_mask).__name__
+        raise TypeError(f"attention_mask is {seen}; expected 0 or 1 for each token [rows, tokens], or None") from error
+    mask = mask[None] if mask.ndim == 1 else mask
+    if mask.shape != prompt.shape:
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)} and input_ids are {list(prompt.shape)}; expected 0 or 1 for each "
+            f"token, as the tokenizer gives them"
+        )
+    return mask
 
 
 def plan_reuse(pool: Pool, rows: Rows, transcript: Transcript, prompt: Tensor, mask: Tensor | None) -> Reuse:

@@ -66,7 +66,8 @@ class Transcript:
     def agreement(self, prompt: Tensor) -> Agreement:
         """The row that agrees longest with a prompt [n]; the first of equals. O(B * columns)."""
         length = min(self._length, len(prompt))
-        agrees = self._tokens[:, :length] == prompt[:length].cpu()
+        cached = self._tokens[:, :length]
+        agrees = (cached == prompt[:length].cpu()) & (cached != UNKNOWN)  # prompts may hold -1: some mark images so
         counts = agrees.cumprod(dim=1).sum(dim=1)
         row = int(counts.argmax())
         return Agreement(row, int(counts[row]))

@@ -21,6 +21,7 @@ causality and its exceptions have become two numbers per query by then: a query 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ __all__ = [
     "Rotation",
     "Segment",
     "Writer",
+    "check_softcap",
     "choose",
     "queries_per_head",
     "writer",
@@ -124,7 +126,7 @@ class Kernel(ABC):
     ) -> Array:
         """Attention output [T,Hq,Dv] of queries [T,Hq,D], in the element type of the queries.
 
-        score = scale * (q . k); with `softcap` c: c * tanh(score / c). `sinks` [Hq] adds one column to each head's
+        score = scale * (q . k); with `softcap` c > 0: c * tanh(score / c). `sinks` [Hq] adds one column to each head's
         softmax that has a score but no value (GPT-OSS). Query head h reads key/value head `h // (Hq / H)`. A query that
         sees nothing gives zeros.
         """
@@ -215,12 +217,21 @@ def choose(queries: Array, keys: Stored, values: Stored) -> Kernel:
     raise ValueError(f"no kernel reads these arrays: {chosen}")
 
 
-def queries_per_head(queries: Array, keys: Stored, values: Stored, sinks: Array | None = None) -> int:
+def check_softcap(softcap: float | None) -> None:
+    """Raise unless `softcap` is a positive number or `None`."""
+    if softcap is not None and not 0 < softcap < math.inf:  # also false for NaN
+        raise ValueError(f"softcap is {softcap}; expected a finite number above 0, or None for none")
+
+
+def queries_per_head(
+    queries: Array, keys: Stored, values: Stored, sinks: Array | None = None, softcap: float | None = None
+) -> int:
     """How many query heads share one key/value head (G = Hq / H).
 
-    Raises `ValueError` for queries and sinks that do not fit the stored keys and values: what every `attend` checks
-    first.
+    Raises `ValueError` for queries and sinks that do not fit the stored keys and values, and for a softcap that is not
+    positive: what every `attend` checks first.
     """
+    check_softcap(softcap)
     num_heads = keys.array.shape[1]
     shape = queries.shape
     if len(shape) != 3 or shape[2] != keys.head_dim or shape[1] % num_heads or values.array.shape[1] != num_heads:

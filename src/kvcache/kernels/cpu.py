@@ -87,7 +87,7 @@ class CpuKernel(Kernel, Writer):
         sinks: Array | None = None,
     ) -> Array:
         """See `Kernel.attend`. Cost: one pass over the visible rows, at the speed of memory when queries are few."""
-        queries_per_head(queries, keys, values, sinks)
+        queries_per_head(queries, keys, values, sinks, softcap)
         plan = self._plans.get(batch)
         if plan is None:
             plan = self._plans[batch] = _plan(batch)

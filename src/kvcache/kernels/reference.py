@@ -48,7 +48,7 @@ class ReferenceKernel(Kernel):
         sinks: Array | None = None,
     ) -> Array:
         """See `Kernel.attend`; the result is rounded once, to the element type of the queries."""
-        group = queries_per_head(queries, keys, values, sinks)
+        group = queries_per_head(queries, keys, values, sinks, softcap)
         T, Hq, D = queries.shape
         H = Hq // group
         q = _float64(queries).reshape(T, H, group, D)

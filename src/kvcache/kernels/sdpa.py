@@ -71,7 +71,7 @@ class SdpaKernel(Kernel):
         sinks: Array | None = None,
     ) -> Array:
         """See `Kernel.attend`. Cost: one gather of each tile's visible blocks, then PyTorch's attention over them."""
-        group = queries_per_head(queries, keys, values, sinks)
+        group = queries_per_head(queries, keys, values, sinks, softcap)
         T, Hq, _ = queries.shape
         out = None
         for tile in self._plan(batch, keys.array.device):

@@ -106,7 +106,7 @@ class TritonKernel(Kernel, Planner, Writer):
         sinks: Array | None = None,
     ) -> Array:
         """See `Kernel.attend`. Cost: one pass over the visible rows per 16 (decode) to 128 (prefill) queries."""
-        queries_per_head(queries, keys, values, sinks)
+        queries_per_head(queries, keys, values, sinks, softcap)
         geometry = geometry_of(queries, keys, values)
         found = self._plans.get(batch, {}).get((queries.device, geometry))
         if found is None:
