@@ -17,6 +17,7 @@ from engines import (
     media_inputs,
     reference,
     tree,
+    word_tokenizer,
 )
 from families import FAMILIES, VOCABULARY
 from kvcache import Completion, CorruptState, Engine, Finished, Request, SamplingParams, Token
@@ -275,6 +276,16 @@ def test_generate_takes_one_prompt_or_several() -> None:
             engine.generate("text")
 
 
+def test_prompts_that_are_none_are_refused_before_any_is_added() -> None:
+    with engine_for("llama", tokenizer=word_tokenizer()) as engine:
+        with pytest.raises(
+            ValueError, match="the prompt has a lone surrogate at character 1; expected text that UTF-8"
+        ):
+            engine.generate(["3d", "a\ud800b"])
+        assert engine.is_idle
+        assert engine.counts.num_requests == 0
+
+
 def test_a_stream_that_is_left_gives_everything_back() -> None:
     with engine_for("llama") as engine:
         events: list[Event] = []
@@ -518,6 +529,9 @@ def test_what_cannot_fit_alone_is_refused_with_the_numbers() -> None:
         (lambda: SamplingParams(top_p="1"), TypeError, "top_p is '1'"),  # type: ignore[arg-type]
         (lambda: SamplingParams(n=3, best_of=2), ValueError, "best_of is 2"),
         (lambda: SamplingParams(stop=["a", ""]), ValueError, "empty"),
+        (lambda: SamplingParams(stop="\ud800"), ValueError, "a text of stop has a lone surrogate at character 0"),
+        (lambda: Request("a", "a\ud800b"), ValueError, "the prompt has a lone surrogate at character 1; expected text"),
+        (lambda: Request("a", [5], salt="\udcff"), ValueError, "Request.salt has a lone surrogate"),
         (lambda: SamplingParams(logit_bias={3: 101.0}), ValueError, "logit_bias of token 3 is 101"),
         (lambda: SamplingParams(logit_bias={-1: 1.0}), ValueError, "a token in logit_bias"),
         (lambda: Request("a", [5, -1]), ValueError, "at least 0"),

@@ -72,6 +72,18 @@ def _text(value: object, what: str) -> None:
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected a text")
     if not value:
         raise ValueError(f"{what} is empty; expected at least one character")
+    _check_utf8(value, what)
+
+
+def _check_utf8(text: str, what: str) -> None:
+    """Half a character, as `surrogateescape` makes of bytes that are none, can be neither a token nor hashed."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has a lone surrogate at character {error.start}; expected text that UTF-8 can hold: decode bytes "
+            f"with errors='replace'"
+        ) from None
 
 
 @final
@@ -214,13 +226,17 @@ class Request:
 
     def __post_init__(self) -> None:
         _text(self.id, "Request.id")
-        if not isinstance(self.prompt, str):
+        if isinstance(self.prompt, str):
+            _check_utf8(self.prompt, "the prompt")
+        else:
             object.__setattr__(self, "prompt", tuple(integer(token, "a token of the prompt") for token in self.prompt))
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"Request.params is {type(self.params).__name__}; expected SamplingParams")
         integer(self.priority, "Request.priority", minimum=-(2**31))
         if self.salt is not None and not isinstance(self.salt, str):
             raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
+        if self.salt is not None:
+            _check_utf8(self.salt, "Request.salt")
         object.__setattr__(self, "media", tuple(self.media))
 
 
