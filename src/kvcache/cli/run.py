@@ -73,7 +73,7 @@ def _talk(conversation: Conversation, max_tokens: int, console: Console) -> None
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() its editing keys
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # Bytes that make no character become U+FFFD, as those of an answer do: half a character is no text to a tokenizer.
+        # Bytes that make no character become U+FFFD, as those of an answer do; to a tokenizer they would be no text.
         sys.stdin.reconfigure(errors="replace")
     how = "chat template" if conversation.has_template else "plain continuation: the model completes the text so far"
     console.print(f"{how}; /help for commands", style="dim")
