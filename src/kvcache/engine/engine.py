@@ -112,7 +112,7 @@ class Engine:
         ignore_eos: bool = False,
         salt: str | None = None,
     ) -> list[Completion]:
-        """Complete one prompt or several, each text or token ids (arrays, too); one `Completion` each, in their order."""
+        """Complete one prompt or several, each text or token ids (arrays too); a `Completion` each, in their order."""
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
