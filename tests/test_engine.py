@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import serving
 from engines import (
     assert_empty,
     check_greedy,
@@ -275,6 +278,18 @@ def test_generate_takes_one_prompt_or_several() -> None:
         assert 0 < first.time_to_first_token <= first.seconds
         with pytest.raises(ValueError, match="no tokenizer"):
             engine.generate("text")
+
+
+def test_the_readme_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its block about serving, on a tiny model in the demo's place: names are defined, calls are those that exist."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```\n(from kvcache import Engine.*?)```", text, re.DOTALL)
+    monkeypatch.setattr("kvcache.Engine", lambda *_, **__: serving.engine())
+    names: dict[str, Any] = {}
+    exec(block, names)
+    with names["engine"] as engine:
+        done = drained(engine, checked=False)
+        assert done["id"].prompt_tokens == len(names["rules"])
 
 
 def test_ids_may_come_as_arrays() -> None:
