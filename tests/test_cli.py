@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +167,17 @@ def test_run_completes_each_prompt_and_tells_the_cost(folder: Path) -> None:
         r"\[(\d+) tokens reused, (\d+) computed, first token after \d+ ms, [\d.]+ tokens/s, cache", done.stderr
     )
     assert costs == [("0", "5"), ("5", "6")]
+
+
+def test_bytes_that_make_no_character_are_replaced_in_what_is_said(folder: Path) -> None:
+    arguments = ["run", str(folder), "--max-tokens", "3", "--capacity", "64"]
+    done = CliRunner().invoke(app, arguments, input=b"hello\xff\xfe there\nab\n", catch_exceptions=False)
+    assert done.exit_code == 0
+    computed = re.findall(r"reused, (\d+) computed", done.stderr)
+    assert computed == [str(len("hello?? there")), str(1 + len("ab"))]  # the last token of an answer is computed later
+    done = CliRunner().invoke(app, [*arguments, "--prompt", os.fsdecode(b"a\xffb")], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert done.stdout.startswith("a\ufffdb")
 
 
 def test_conversation_in_the_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import serving
 from engines import (
     assert_empty,
     check_greedy,
@@ -17,6 +21,7 @@ from engines import (
     media_inputs,
     reference,
     tree,
+    word_tokenizer,
 )
 from families import FAMILIES, VOCABULARY
 from kvcache import Completion, CorruptState, Engine, Finished, Request, SamplingParams, Token
@@ -275,6 +280,55 @@ def test_generate_takes_one_prompt_or_several() -> None:
             engine.generate("text")
 
 
+def test_the_readme_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its block about serving, on a tiny model in the demo's place: names are defined, calls are those that exist."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```\n(from kvcache import Engine.*?)```", text, re.DOTALL)
+    monkeypatch.setattr("kvcache.Engine", lambda *_, **__: serving.engine())
+    names: dict[str, Any] = {}
+    exec(block, names)
+    with names["engine"] as engine:
+        done = drained(engine, checked=False)
+        assert done["id"].prompt_tokens == len(names["rules"])
+
+
+def test_ids_may_come_as_arrays() -> None:
+    with engine_for("llama") as engine:
+        wanted = engine.generate([5, 6, 7], max_tokens=2)[0].token_ids
+        for prompts in (
+            torch.tensor([5, 6, 7]),
+            torch.tensor([[5, 6, 7]]),
+            [torch.tensor([5, 6, 7])],
+            np.array([5, 6, 7]),
+        ):
+            assert [each.token_ids for each in engine.generate(prompts, max_tokens=2)] == [wanted]
+
+
+def test_what_is_no_prompt_is_refused_before_anything_is_added() -> None:
+    tokenizer = word_tokenizer()
+    with engine_for("llama", tokenizer=tokenizer) as engine:
+        made = tokenizer(["3d", "4e"])
+        for prompts, error, message in (
+            (
+                ["3d", "a\ud800b"],
+                ValueError,
+                "the prompt has a lone surrogate at character 1; expected text that UTF-8",
+            ),
+            (made, TypeError, r"prompts is BatchEncoding; expected text or token ids .* \['input_ids'\]"),
+            ([[5], made], TypeError, "the prompt is BatchEncoding"),
+            ({"3d": 1}, TypeError, "prompts is dict"),
+            (b"3d", TypeError, r"prompts is bytes; expected text or token ids \(decode bytes"),
+            (["3d", b"3d"], TypeError, "the prompt is bytes"),
+            (5, TypeError, "prompts is int"),
+            (torch.tensor(5), TypeError, "prompts is Tensor"),
+        ):
+            with pytest.raises(error, match=message):
+                engine.generate(prompts)  # type: ignore[arg-type]
+        assert engine.is_idle
+        assert engine.counts.num_requests == 0
+        assert len(engine.generate(made["input_ids"], max_tokens=1)) == 2
+
+
 def test_a_stream_that_is_left_gives_everything_back() -> None:
     with engine_for("llama") as engine:
         events: list[Event] = []
@@ -518,9 +572,22 @@ def test_what_cannot_fit_alone_is_refused_with_the_numbers() -> None:
         (lambda: SamplingParams(top_p="1"), TypeError, "top_p is '1'"),  # type: ignore[arg-type]
         (lambda: SamplingParams(n=3, best_of=2), ValueError, "best_of is 2"),
         (lambda: SamplingParams(stop=["a", ""]), ValueError, "empty"),
+        (lambda: SamplingParams(stop="\ud800"), ValueError, "a text of stop has a lone surrogate at character 0"),
+        (lambda: Request("a", "a\ud800b"), ValueError, "the prompt has a lone surrogate at character 1; expected text"),
+        (lambda: Request("a", [5], salt="\udcff"), ValueError, "Request.salt has a lone surrogate"),
+        (lambda: SamplingParams(stop=5), TypeError, "stop is int; expected texts"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(stop_token_ids=b"ab"), TypeError, "stop_token_ids is bytes; expected integers"),
+        (lambda: SamplingParams(ignore_eos="no"), TypeError, "ignore_eos is 'no' .*; expected True or False"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(context_shift="x"), TypeError, "context_shift is 'x'"),  # type: ignore[arg-type]
+        (lambda: SamplingParams(logit_bias=[5]), TypeError, r"logit_bias is \[5\]; expected a mapping"),  # type: ignore[arg-type]
         (lambda: SamplingParams(logit_bias={3: 101.0}), ValueError, "logit_bias of token 3 is 101"),
         (lambda: SamplingParams(logit_bias={-1: 1.0}), ValueError, "a token in logit_bias"),
         (lambda: Request("a", [5, -1]), ValueError, "at least 0"),
+        (lambda: Request("a", [5, 6.0]), TypeError, r"the prompt\[1\] is 6.0"),  # type: ignore[list-item]
+        (lambda: Request("a", {5: 6}), TypeError, "the prompt is dict; expected text or token ids"),  # type: ignore[arg-type]
+        (lambda: Request("a", b"hi"), TypeError, "the prompt is bytes; expected text or token ids .decode bytes"),
+        (lambda: Request("a", 5), TypeError, "the prompt is int; expected text or token ids"),  # type: ignore[arg-type]
+        (lambda: Request("a", torch.tensor([5.0])), TypeError, r"the prompt\[0\] is 5.0"),  # type: ignore[arg-type]
         (lambda: Request("a", [5], priority=1.5), TypeError, "priority"),  # type: ignore[arg-type]
         (lambda: Request("a", [5], salt=5), TypeError, "salt"),  # type: ignore[arg-type]
     ],
@@ -555,6 +622,14 @@ def test_misuse_of_an_engine() -> None:
         ({"kv_dtype": "f12"}, "f12"),
     ):
         with pytest.raises(ValueError, match=message):
+            Engine(FAMILIES["llama"].build(), **options)  # type: ignore[arg-type]
+    for options, message in (
+        ({"tokenizer": 5}, "tokenizer is int; expected one of transformers"),
+        ({"tokenizer": "gpt2"}, "tokenizer is str; expected one of transformers"),
+        ({"prefix_cache": "no"}, "prefix_cache is 'no'"),
+        ({"compile": "no"}, "compile is 'no'"),
+    ):
+        with pytest.raises(TypeError, match=message):
             Engine(FAMILIES["llama"].build(), **options)  # type: ignore[arg-type]
 
 

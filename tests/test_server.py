@@ -372,7 +372,12 @@ def test_more_choices_than_sequences_are_refused(served: Served) -> None:
 def test_token_ids_outside_the_vocabulary_are_refused(served: Served) -> None:
     answer = served.post("/v1/completions", prompt=[5, 99])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-    assert served.post("/api/generate", prompt="x", context=[10_000]).status_code == 400
+    for prompt in ("x", ""):
+        answer = served.post("/api/generate", prompt=prompt, context=[10_000])
+        assert (answer.status_code, answer.json()["error"]) == (
+            400,
+            "context: token id 10000 is not in the vocabulary of 99",
+        )
 
 
 def test_if_one_prompt_of_several_is_refused_none_stays(served: Served) -> None:

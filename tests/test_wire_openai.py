@@ -165,6 +165,7 @@ def test_fields_that_ask_for_nothing_pass(fields: dict[str, Any]) -> None:
         ({"cache_salt": ""}, "cache_salt"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": -100, "05": 100}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"5": "1"}}, "logit_bias"),
         ({"logit_bias": [5]}, "logit_bias"),

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, Final, Literal, TypeAlias, final
 
 from kvcache.errors import CorruptState, KVCacheError
-from kvcache.spec import Match, integer
+from kvcache.spec import Match, flag, integer, integers, listed
 
 __all__ = [
     "TRANSITIONS",
@@ -37,6 +37,9 @@ __all__ = [
     "advance",
 ]
 
+
+PROMPT = "text or token ids (decode bytes, take ['input_ids'] of what a tokenizer made)"
+"""What a prompt must be, in errors."""
 
 NEARLY_GREEDY = 1e-5
 """A temperature below which anything but the likeliest token has no share that f32 could hold."""
@@ -72,6 +75,18 @@ def _text(value: object, what: str) -> None:
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected a text")
     if not value:
         raise ValueError(f"{what} is empty; expected at least one character")
+    _check_utf8(value, what)
+
+
+def _check_utf8(text: str, what: str) -> None:
+    """Half a character, as `surrogateescape` makes of bytes that are none, can be neither a token nor hashed."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has a lone surrogate at character {error.start}; expected text that UTF-8 can hold: decode bytes "
+            f"with errors='replace'"
+        ) from None
 
 
 @final
@@ -124,13 +139,12 @@ class SamplingParams:
         _fraction(self.min_p, "min_p", 0.0, 1.0)
         if self.seed is not None:
             integer(self.seed, "seed", minimum=-(2**63))
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(listed(self.stop, "stop", "texts"))
         for text in stop:
             _text(text, "a text of stop")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(
-            self, "stop_token_ids", tuple(integer(token, "a token in stop_token_ids") for token in self.stop_token_ids)
-        )
+        object.__setattr__(self, "stop_token_ids", integers(self.stop_token_ids, "stop_token_ids"))
+        flag(self.ignore_eos, "ignore_eos")
         _fraction(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)
         _fraction(self.presence_penalty, "presence_penalty", -2.0, 2.0)
         _fraction(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
@@ -139,10 +153,13 @@ class SamplingParams:
         integer(self.n, "n", minimum=1)
         if self.best_of is not None and integer(self.best_of, "best_of", minimum=1) < self.n:
             raise ValueError(f"best_of is {self.best_of} and n is {self.n}; expected best_of of at least n")
+        flag(self.context_shift, "context_shift")
         integer(self.keep, "keep")
+        if not isinstance(self.logit_bias, Mapping):
+            raise TypeError(f"logit_bias is {self.logit_bias!r}; expected a mapping of token ids to numbers")
         bias = {
             integer(token, "a token in logit_bias"): _fraction(value, f"logit_bias of token {token}", -100.0, 100.0)
-            for token, value in dict(self.logit_bias).items()
+            for token, value in self.logit_bias.items()
         }
         object.__setattr__(self, "logit_bias", bias)
         _fraction(self.length_penalty, "length_penalty", -10.0, 10.0)
@@ -214,13 +231,17 @@ class Request:
 
     def __post_init__(self) -> None:
         _text(self.id, "Request.id")
-        if not isinstance(self.prompt, str):
-            object.__setattr__(self, "prompt", tuple(integer(token, "a token of the prompt") for token in self.prompt))
+        if isinstance(self.prompt, str):
+            _check_utf8(self.prompt, "the prompt")
+        else:
+            object.__setattr__(self, "prompt", integers(self.prompt, "the prompt", PROMPT))
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"Request.params is {type(self.params).__name__}; expected SamplingParams")
         integer(self.priority, "Request.priority", minimum=-(2**31))
         if self.salt is not None and not isinstance(self.salt, str):
             raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
+        if self.salt is not None:
+            _check_utf8(self.salt, "Request.salt")
         object.__setattr__(self, "media", tuple(self.media))
 
 

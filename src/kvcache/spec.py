@@ -41,11 +41,28 @@ def integer(value: object, what: str, minimum: int = 0) -> int:
     return number
 
 
-def _integers(values: Iterable[int], what: str) -> tuple[int, ...]:
-    if hasattr(values, "tolist"):  # arrays and tensors: one call instead of one per element
-        values = values.tolist()
-    if type(values) not in (list, tuple):
-        values = list(values)
+def flag(value: object, what: str) -> bool:
+    """`value` if it is True or False: any text is true, "no" included."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected True or False")
+    return value
+
+
+def listed(values: Any, what: str, expected: str) -> list[Any] | tuple[Any, ...]:
+    """`values` one by one, arrays and tensors too; not the keys of a mapping, nor the numbers that bytes are."""
+    made: object = values
+    if not isinstance(values, (list, tuple, memoryview)) and hasattr(values, "tolist"):
+        made = values.tolist()  # one call instead of one per element
+    if isinstance(made, (list, tuple)):
+        return made
+    if isinstance(made, (Mapping, bytes, bytearray, memoryview)) or not isinstance(made, Iterable):
+        raise TypeError(f"{what} is {type(values).__name__}; expected {expected}")
+    return list(made)
+
+
+def integers(values: Any, what: str, expected: str = "integers") -> tuple[int, ...]:
+    """`values` as integers of at least 0, listed."""
+    values = listed(values, what, expected)
     for value in values:
         if type(value) is not int or value < 0:  # the slow check only where the quick one fails
             return tuple(integer(v, f"{what}[{i}]") for i, v in enumerate(values))
@@ -87,8 +104,8 @@ class Batch:
     media: Sequence[Media] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "positions", _integers(self.positions, "Batch.positions"))
-        object.__setattr__(self, "sequences", _integers(self.sequences, "Batch.sequences"))
+        object.__setattr__(self, "positions", integers(self.positions, "Batch.positions"))
+        object.__setattr__(self, "sequences", integers(self.sequences, "Batch.sequences"))
         object.__setattr__(self, "media", tuple(self.media))
         if len(self.positions) != len(self.sequences):
             raise ValueError(

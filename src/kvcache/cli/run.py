@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Generator
@@ -45,7 +46,8 @@ def run(
         conversation = Conversation(loaded, runner, capacity)
         runner.warm()  # the time to the first token is the model's, not a compiler's
         console = Console(stderr=True, highlight=False)
-        for prompt in prompts:
+        for given in prompts:
+            prompt = given.encode(errors="surrogateescape").decode(errors="replace")  # as in _talk
             sys.stdout.write(prompt)
             _answer(conversation, conversation.complete(prompt, max_tokens), console)
         if not prompts:
@@ -70,6 +72,9 @@ def _talk(conversation: Conversation, max_tokens: int, console: Console) -> None
     """Read lines and answer them until end of input."""
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() its editing keys
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Bytes that make no character become U+FFFD, as those of an answer do; to a tokenizer they would be no text.
+        sys.stdin.reconfigure(errors="replace")
     how = "chat template" if conversation.has_template else "plain continuation: the model completes the text so far"
     console.print(f"{how}; /help for commands", style="dim")
     while True:

@@ -24,6 +24,7 @@ from kvcache.engine.sample import Sample
 from kvcache.errors import CorruptState
 from kvcache.hf.loading import load
 from kvcache.request import (
+    PROMPT,
     Completion,
     Event,
     Finished,
@@ -31,7 +32,7 @@ from kvcache.request import (
     RequestRefused,
     SamplingParams,
 )
-from kvcache.spec import Match, Usage, integer
+from kvcache.spec import Match, Usage, flag, integer, listed
 
 __all__ = ["Engine"]
 
@@ -82,10 +83,10 @@ class Engine:
                 block_size=size,
                 max_sequences=integer(max_sequences, "max_sequences", minimum=1),
                 max_batch=integer(max_batch_tokens, "max_batch_tokens", minimum=1),
-                prefix_cache=prefix_cache,
+                prefix_cache=flag(prefix_cache, "prefix_cache"),
                 draft=draft,
                 num_drafts=num_drafts,
-                compile=compile,
+                compile=flag(compile, "compile"),
                 dtype=dtype,
             ),
         )
@@ -111,7 +112,7 @@ class Engine:
         ignore_eos: bool = False,
         salt: str | None = None,
     ) -> list[Completion]:
-        """Complete one prompt or several, each text or token ids; one `Completion` each, in their order."""
+        """Complete one prompt or several, each text or token ids (arrays too); a `Completion` each, in their order."""
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -386,5 +387,5 @@ def _listed(prompts: Any) -> list[Any]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    listed = list(prompts)
-    return [listed] if listed and not hasattr(listed[0], "__len__") else listed
+    several = list(listed(prompts, "prompts", f"{PROMPT}, or several of these"))
+    return [several] if several and not hasattr(several[0], "__len__") else several

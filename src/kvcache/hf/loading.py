@@ -79,6 +79,11 @@ def load(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
+    if tokenizer is not None and tokenizer is not False and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise TypeError(
+            f"tokenizer is {type(tokenizer).__name__}; expected one of transformers, None for the model's own, or "
+            f"False for none"
+        )
     if not isinstance(model, (str, os.PathLike)):
         return _given(model, tokenizer)
     with _collector_resting(), Progress(progress) as bar:

@@ -77,7 +77,7 @@ class Ollama:
         if not body.prompt and not body.context:
             return self._loaded(is_chat=False)
         prompts, prompt = self._shared.prompts, body.prompt or ""
-        before = list(body.context or ())
+        before = await prompts.of_ids(body.context, "context") if body.context else []
         if body.raw or not prompts.template or not prompt:
             text = prompt if body.raw else (body.system or "") + prompt
             ids = await prompts.of_text(text, is_whole=not before) if text else []
