@@ -71,24 +71,29 @@ def measure(
 ) -> tuple[Sizes, Layout]:
     """Run a few tokens into a cache of a few blocks and look at what they took.
 
-    A model that fails with our attention may do with its own, over whole keys: then the layout says so. Raises
-    `NotSupported` for one that fails either way, and `ValueError` for a format that cannot hold its rows.
+    A model that fails may do with rows of one length in a call, or else with its own attention over whole keys: then
+    the layout says so. Raises `NotSupported` for one that fails in all three ways, and `ValueError` for a format that
+    cannot hold its rows.
     """
     name = type(model).__name__
     try:
         return _measured(model, layout, dtype, block_size), layout
     except _Failed as failed:
         cause = failed.__cause__
-    own = replace(layout, keeps_attention=True)
-    for other, formats in ((own, dtype), (layout, dtype_name(model.dtype))):
+    ways = (
+        (replace(layout, counts_columns=True), dtype, "takes rows of one length in a call"),
+        (replace(layout, keeps_attention=True), dtype, "keeps its own attention, over copies of its history"),
+        (layout, dtype_name(model.dtype), ""),
+    )
+    for other, formats, what in ways:
         try:
             sizes = _measured(model, other, formats, block_size)
         except (_Failed, NotSupported):
             continue
-        if other is layout and cause is not None:
+        if not what and cause is not None:
             raise cause  # it was the format
-        _log.info("%s keeps its own attention, over copies of its history: %s", name, cause)
-        return sizes, own
+        _log.info("%s %s: %s", name, what, cause)
+        return sizes, other
     raise NotSupported(
         f"{name} cannot run over blocks: {cause}; run it through generate() with cache_for, or with its own cache"
     ) from cause

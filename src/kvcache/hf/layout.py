@@ -85,7 +85,8 @@ class Layout:
     cache_argument: `"past_key_values"`, or `"cache_params"` (Mamba).
     is_encoder_decoder: keys and values of an encoder are kept besides.
     one_by_one: after its first forward a sequence goes on by single tokens: of several, states would be forgotten.
-    keeps_attention: the model's own attention is not taken over, because it fails with ours; see `engine/memory.py`.
+    counts_columns: positions come from the number of tokens before: ragged rows cannot share a call.
+    keeps_attention: the model's own attention is not taken over. (These two: where it fails else, `engine/memory.py`.)
     shift: re-rotates keys that move (`CausalCache(shift=...)`), or `None` where moving them is not possible.
     """
 
@@ -95,6 +96,7 @@ class Layout:
     is_encoder_decoder: bool
     shift: Shift | None
     one_by_one: bool = False
+    counts_columns: bool = False
     keeps_attention: bool = False
 
     @property

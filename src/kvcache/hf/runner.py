@@ -16,7 +16,7 @@ What one forward does, for any number of layers:
 | attention through transformers' interface                | one, `[1,T]`                                         |
 | recurrent layers (their code would mix a row's sequences) | one `[B,1]` for all decodes, one `[1,n]` per prefill |
 | attention of their own (BLOOM)                           | the same                                             |
-| both, if positions are counted by columns (Mvp)          | the same, decodes of one length together             |
+| positions that are counts of columns (OPT, Bart)         | the same, decodes of one length together             |
 | states that go on by single tokens only (Mamba, Jamba)   | the same, `[1,1]` per token after the first prefill  |
 
 **A forward that raises takes the cache back** to where each sequence stood; only what spans no longer need there may

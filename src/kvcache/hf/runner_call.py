@@ -76,7 +76,7 @@ class ModelCall:
         model = self.model
         attends = any(layer.span is not None or layer.is_cross for layer in layout.layers)
         is_dense = attends and (self._switch is None or not self._switch.is_on)
-        self.is_packed = not is_dense and not layout.has_states
+        self.is_packed = not (is_dense or layout.has_states or layout.counts_columns)
         self._forward, self._head = _entry(model)
         accepted = inspect.signature(self._forward.forward).parameters
         encoder = members[-1] if isinstance(members[-1], EncoderCache) else None
@@ -84,7 +84,9 @@ class ModelCall:
         self._is_pair = layout.is_encoder_decoder
         self._tokens = "decoder_input_ids" if self._is_pair else "input_ids"
         self._positions = next((name for name in ("decoder_position_ids", "position_ids") if name in accepted), None)
-        self.counts_columns = is_dense and self._positions is None and has_position_table(model)
+        self.counts_columns = layout.counts_columns or (
+            is_dense and self._positions is None and has_position_table(model)
+        )
         self._keeps = "logits_to_keep" in accepted
         self._cache_argument = layout.cache_argument
         if attends and not is_dense:

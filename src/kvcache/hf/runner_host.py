@@ -103,6 +103,7 @@ class PackedCache(TransformersCache):
         self._states = members[layout.state_member] if layout.has_states else None
         self._loans: dict[int, list[Tensor | None]] = {}
         self._dummy = torch.zeros((1, 1, 1, 1), dtype=dtype)
+        self._counts_columns = layout.counts_columns
         self._mask_length = MaskLength(0, RowReader(members[0], 0))
         self._last: RowReader | None = None  # handed out in this pass
 
@@ -162,8 +163,11 @@ class PackedCache(TransformersCache):
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Not one number but a tensor: what to add to `arange(T)` for the true positions.
 
-        Models that add it are right unmodified (Llama 4's temperature, T5's bias); one that compares it raises.
+        Models that add it are right unmodified (Llama 4's temperature, T5's bias); one that compares it, or sizes a
+        mask by it (OPT, Bart), raises: such a model has calls of equally long rows (`Layout.counts_columns`).
         """
+        if self._counts_columns:
+            return int(self.step.batch.positions[0])  # of all rows: they are equally long
         if self._columns is not None:
             return self._columns.offsets if layer_idx in self._biased_layers else 0
         return self.step.positions - torch.arange(len(self.step.positions), device=self.step.positions.device)
