@@ -10,8 +10,9 @@ import torch
 import transformers as tf
 
 from families import FAMILIES, one_thread
-from kvcache import Engine, NotSupported
+from kvcache import Engine, Finished, NotSupported, Request, SamplingParams
 from kvcache.hf import cache_for
+from kvcache.request import MediaInput
 
 BASE: dict[str, Any] = {
     "vocab_size": 99,
@@ -86,9 +87,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "does not take transformers' Cache objects",
     ),
     "no decoder": (lambda: tf.BertLMHeadModel(tf.BertConfig(**HEADS)), "reads in both directions"),
-    "counts of an encoder-decoder": (
-        lambda: tf.BartForConditionalGeneration(tf.BartConfig(**BART)),
-        "BartForConditionalGeneration cannot run over blocks",
+    "a bias and a count of columns": (
+        lambda: tf.LongT5ForConditionalGeneration(
+            tf.LongT5Config(vocab_size=99, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
+        ),
+        "LongT5ForConditionalGeneration cannot run over blocks",
     ),
 }
 
@@ -130,6 +133,43 @@ def test_tokens_are_those_of_the_model_alone(name: str) -> None:
         for one, given in zip(done, prompts, strict=False):
             assert_greedy(model, given, one.token_ids)
     assert any(one.cached_tokens for one in rounds[1])
+
+
+def test_encoder_decoders_that_count_columns() -> None:
+    model = made(lambda: tf.BartForConditionalGeneration(tf.BartConfig(**BART | {"forced_eos_token_id": None})))
+    source = torch.tensor([tokens(12)])
+    prompts = [[1], [1, 7, 8], [1]]
+    with Engine(model, kv_bytes="4MiB", block_size=4) as engine:
+        states = engine.encode(input_ids=source)
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=6, ignore_eos=True)
+            engine.add(Request(str(number), prompt, params, media=[MediaInput(0, "source", states)]))
+        done = {}
+        while not engine.is_idle:
+            for event in engine.step():
+                if isinstance(event, Finished):
+                    done[int(event.request_id)] = event.completion.token_ids
+        for number, prompt in enumerate(prompts):
+            with torch.no_grad():
+                ids = torch.tensor([[*prompt, *done[number]]])
+                logits = model(input_ids=source, decoder_input_ids=ids, use_cache=False).logits[0]
+            assert logits.argmax(-1)[len(prompt) - 1 : -1].tolist() == list(done[number])
+
+
+@pytest.mark.parametrize("name", ["eager only", "eager and others"])
+def test_a_model_without_a_cache_computes_the_same_under_our_name(name: str) -> None:
+    """Modules of models that know no attention but their own may say that they are not causal."""
+    makes: dict[str, Callable[[], Any]] = {
+        "eager only": lambda: tf.PegasusXForConditionalGeneration(tf.PegasusXConfig(**BART)),
+        "eager and others": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**BART)),
+    }
+    model = made(makes[name])
+    given = {"input_ids": torch.tensor([tokens(12)]), "decoder_input_ids": torch.tensor([tokens(9, seed=2)])}
+    with torch.no_grad():
+        expected = model(**given, use_cache=False).logits
+        model.set_attn_implementation("kvcache")
+        seen = model(**given, use_cache=False).logits
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", REFUSED)

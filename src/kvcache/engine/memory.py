@@ -21,6 +21,7 @@ from kvcache.caches import Cache, CausalCache, RecurrentCache
 from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout, dtype_name
 from kvcache.hf.runner import EncoderStates, Runner, Work
+from kvcache.hf.runner_call import encoder_width
 from kvcache.hf.weights import available_bytes
 from kvcache.scheduler import MemberShape
 
@@ -116,7 +117,7 @@ def _measured(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, st
     ) as runner:
         media: list[EncoderStates] = []
         if layout.is_encoder_decoder:
-            width = int(model.config.d_model)
+            width = encoder_width(model)
             media = [EncoderStates(torch.zeros((1, width), dtype=model.dtype, device=model.device), "measured")]
         vocabulary: Any = model.get_input_embeddings()
         token = min(1, int(vocabulary.weight.shape[0]) - 1)

@@ -15,8 +15,7 @@ cache and attention (DiffLlama, JetMoe) is refused instead of answered wrongly.
 
 Whether a mask is needed is decided where transformers makes masks: `get_mask_sizes` of our caches answers with a
 `MaskLength`, an `int` that remembers its cache, and the mask function registered here returns `None` exactly when the
-pattern is the plain one and the padding is what the cache knows; else it makes the real mask. Without a `MaskLength` it
-makes what PyTorch's attention would get.
+pattern is the plain one and the padding is what the cache knows; else it makes the real mask.
 """
 
 from __future__ import annotations
@@ -221,7 +220,7 @@ def attention_mask_for(
         q_length=q_length,
         kv_length=int(kv_length),
         attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip and not in_place,
+        allow_is_causal_skip=False,  # it asks modules whether they are causal, and those of eager models may lie
         allow_is_bidirectional_skip=allow_is_bidirectional_skip and not in_place,
         **kwargs,
     )

@@ -38,7 +38,7 @@ from kvcache.hf.runner_latent import LatentReader, Latents
 from kvcache.hf.runner_readers import Step
 from kvcache.spec import Batch
 
-__all__ = ["ModelCall"]
+__all__ = ["ModelCall", "encoder_width"]
 
 
 @final
@@ -107,7 +107,10 @@ class ModelCall:
             self._host = PackedCache(layout, members, encoder, latents=latents, biased_layers=biased, dtype=self.dtype)
             if encoder is not None and self._is_pair:
                 self._pair = PackedPair(self._host, CrossCache(encoder, len(layout.layers), self.dtype))
-                self._no_states = torch.zeros((1, 1, model.config.d_model), dtype=self.dtype, device=self.device)
+                width = encoder_width(model)
+                self._no_states = torch.zeros((1, 1, width), dtype=self.dtype, device=self.device)
+            if biased and layout.counts_columns:
+                raise NotSupported("its position bias belongs to histories of several lengths, and it counts one")
         is_plain = self.is_packed and isinstance(self._host, PackedCache) and self._host.is_plain
         if compile:
             self._compile(layout, members, is_plain=is_plain)
@@ -310,6 +313,11 @@ class AttentionSwitch:
     def _set(names: Sequence[tuple[Any, str]]) -> None:
         for config, name in names:
             config._attn_implementation_internal = name
+
+
+def encoder_width(model: PreTrainedModel) -> int:
+    """Values of one state of an encoder-decoder's encoder."""
+    return int(getattr(model.config, "d_model", None) or model.config.hidden_size)
 
 
 def _entry(model: PreTrainedModel) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
