@@ -135,6 +135,13 @@ def test_tokens_are_those_of_the_model_alone(name: str) -> None:
     assert any(one.cached_tokens for one in rounds[1])
 
 
+def test_generate_with_a_head_for_a_decoder() -> None:
+    model = made(OTHERS["a head for a decoder"])
+    ids = torch.tensor([tokens(9)])
+    done = model.generate(ids, max_new_tokens=3, past_key_values=cache_for(model, capacity=64))
+    assert_greedy(model, ids[0].tolist(), done[0, 9:].tolist())
+
+
 def test_encoder_decoders_that_count_columns() -> None:
     model = made(lambda: tf.BartForConditionalGeneration(tf.BartConfig(**BART | {"forced_eos_token_id": None})))
     source = torch.tensor([tokens(12)])

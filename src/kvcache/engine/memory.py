@@ -125,6 +125,8 @@ def _measured(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, st
             runner.forward([Work(0, 0, [token, token], media=media)])
             used = [member.usage() for member in runner.members]
             runner.forward([Work(0, 2, [token])])
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             raise _Failed from error
         blocks = [one.num_bytes // one.num_blocks if one.num_blocks else 0 for one in used]

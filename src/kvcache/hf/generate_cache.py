@@ -36,7 +36,7 @@ from kvcache.hf.attention import Call, Gathered, MaskLength, Reader, is_in_place
 from kvcache.hf.gather import columns_of
 from kvcache.hf.hooks import Announcement
 from kvcache.hf.layers import layer_of
-from kvcache.hf.layout import Layer
+from kvcache.hf.layout import Layer, decoder_of
 from kvcache.hf.media import NUM_MEDIA, CrossStates
 from kvcache.hf.passes import LayerReader, Pass, Rows, first_column
 from kvcache.hf.pool import Pool
@@ -55,7 +55,7 @@ class GenerateCache(TransformersCache):
     def __init__(self, model: PreTrainedModel, pool: Pool) -> None:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
-        self._decoder_config = model.get_decoder().config
+        self._decoder_config = decoder_of(model).config
         self._device = model.device
         self._pool = pool
         self._layout = pool.layout

@@ -33,7 +33,7 @@ from kvcache.errors import NotSupported
 from kvcache.hf.rope import shift_of
 from kvcache.spans import Chunked, Full, Sliding, Span
 
-__all__ = ["Layer", "Layout", "dtype_name", "layout_of"]
+__all__ = ["Layer", "Layout", "decoder_of", "dtype_name", "layout_of"]
 
 # Their scan over several tokens begins at zero; only that of a single token begins with the state.
 _ONE_BY_ONE = {"mamba", "falcon_mamba", "jamba", "zamba"}
@@ -243,6 +243,12 @@ def _why_gathers(model: PreTrainedModel) -> str | None:
     if not any(type(module)._can_set_attn_implementation() for module in _pretrained(model)):
         return "its attention does not go through transformers' AttentionInterface"
     return None
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part that has the decoder's configuration. ModernBERT names its head, and FSMT a module without one."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def _pretrained(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -30,7 +30,7 @@ from kvcache.caches import Cache, CausalCache, EncoderCache
 from kvcache.errors import NotSupported
 from kvcache.hf import attention, compiled
 from kvcache.hf.graphs import CAPTURES, DecodeGraphs
-from kvcache.hf.layout import Layout
+from kvcache.hf.layout import Layout, decoder_of
 from kvcache.hf.rope import has_position_table
 from kvcache.hf.runner_dense import DenseCache
 from kvcache.hf.runner_host import CrossCache, PackedCache, PackedPair
@@ -269,9 +269,7 @@ class AttentionSwitch:
         self._num_users = 0
         self._name = attention.NAME
         self._before = list({id(m.config): (m.config, m.config._attn_implementation) for m in modules}.values())
-        decoder: Any = model.get_decoder()
-        if not isinstance(decoder, PreTrainedModel):  # ModernBERT's answers with its head
-            decoder = model.base_model
+        decoder = decoder_of(model)
         self.is_on = type(model)._can_set_attn_implementation()
         if self.is_on:
             # Vision and sound towers keep theirs where the model tells them apart.
