@@ -77,9 +77,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "a decoder of an encoder-decoder": lambda: tf.BartForCausalLM(tf.BartConfig(**BART)),
     "a mask of its own": lambda: tf.DogeForCausalLM(tf.DogeConfig(**GROUPED)),
     "keys that it views": lambda: tf.GPTNeoXJapaneseForCausalLM(tf.GPTNeoXJapaneseConfig(**HEADS)),
-    "a decoder that answers with its head": lambda: tf.ModernBertDecoderForCausalLM(
-        tf.ModernBertDecoderConfig(**HEADS)
-    ),
+    "a head for a decoder": lambda: tf.ModernBertDecoderForCausalLM(tf.ModernBertDecoderConfig(**HEADS)),
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no cache": (

@@ -247,8 +247,8 @@ def _why_gathers(model: PreTrainedModel) -> str | None:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part that has the decoder's configuration. ModernBERT names its head, and FSMT a module without one."""
-    decoder = model.get_decoder()
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    candidates = (model.get_decoder(), model.base_model, model)
+    return next(one for one in candidates if isinstance(one, PreTrainedModel))
 
 
 def _pretrained(model: PreTrainedModel) -> list[PreTrainedModel]:
