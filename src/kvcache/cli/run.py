@@ -14,9 +14,9 @@ from rich.table import Table
 from kvcache.caches import HybridCache
 from kvcache.cli.conversation import CHUNK, Conversation, Turn
 from kvcache.errors import KVCacheError
-from kvcache.hf.layout import layout_of
 from kvcache.hf.loading import Loaded, load
 from kvcache.hf.runner import Runner
+from kvcache.hf.trial import tried_layout
 from kvcache.kernels import KERNELS
 from kvcache.spans import Sliding
 
@@ -56,9 +56,11 @@ def run(
 
 def _runner(loaded: Loaded, kv_dtype: str | None, capacity: int, max_tokens: int) -> Runner:
     # Sliding members keep two turns more than their window, so that /undo need not recompute them.
-    windows = [span.window for span in layout_of(loaded.model).spans if isinstance(span, Sliding)]
+    layout = tried_layout(loaded.model)
+    windows = [span.window for span in layout.spans if isinstance(span, Sliding)]
     return Runner(
         loaded.model,
+        layout=layout,
         capacity=capacity,
         dtype=kv_dtype or "auto",
         max_sequences=MAX_BRANCHES,

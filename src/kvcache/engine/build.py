@@ -13,9 +13,10 @@ from kvcache.engine.core import Core
 from kvcache.engine.drafts import Drafter, DraftModel, Lookup
 from kvcache.engine.prefixes import Prefixes, namespace_of
 from kvcache.errors import NotSupported
-from kvcache.hf.layout import Layout, dtype_name, layout_of
+from kvcache.hf.layout import Layout, dtype_name
 from kvcache.hf.loading import Loaded, load
 from kvcache.hf.runner import Runner, members_of
+from kvcache.hf.trial import tried_layout
 from kvcache.scheduler import MemberShape, Scheduler
 
 __all__ = ["Options", "core", "drafter", "initialised", "max_length", "stop_tokens"]
@@ -50,9 +51,9 @@ class Options:
 def core(loaded: Loaded, options: Options) -> Core:
     """Everything that an engine runs on: cache, runner, scheduler, prefixes, drafter."""
     model = loaded.model
-    layout, size, length = layout_of(model), options.block_size, max_length(model)
+    layout, size, length = tried_layout(model), options.block_size, max_length(model)
     formats = dtype_name(model.dtype) if options.formats is None else options.formats
-    sizes, layout = memory.measure(model, layout, formats, size)
+    sizes = memory.measure(model, layout, formats, size)
     members = members_of(layout, size)
     limits = {"max_sequences": options.max_sequences, "max_batch": options.max_batch}
     shapes = memory.divide(options.num_bytes, sizes, members, max_length=length, device=model.device, **limits)

@@ -25,6 +25,7 @@ from kvcache.engine.sampler import greedy
 from kvcache.errors import CacheFull, NotSupported
 from kvcache.hf.layout import layout_of
 from kvcache.hf.runner import Runner, Work
+from kvcache.hf.trial import tried_layout
 from kvcache.prefix.chain import common_length
 
 __all__ = ["DraftModel", "Drafter", "Lookup"]
@@ -112,7 +113,12 @@ class DraftModel(Drafter):
         self._max_batch = max_batch
         self._fed: dict[int, list[int]] = {}
         self._runner = Runner(
-            model, layout=layout, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch, block_size=16
+            model,
+            layout=tried_layout(model),
+            capacity=capacity,
+            max_sequences=max_sequences,
+            max_batch=max_batch,
+            block_size=16,
         )
 
     def propose(self, samples: Sequence[Sample], counts: Sequence[int]) -> list[list[int]]:

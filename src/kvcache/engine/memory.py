@@ -8,20 +8,18 @@ fits.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcache.caches import Cache, CausalCache, RecurrentCache
-from kvcache.errors import NotSupported
-from kvcache.hf.layout import Layout, dtype_name
-from kvcache.hf.runner import EncoderStates, Runner, Work
-from kvcache.hf.runner_call import encoder_width
+from kvcache.hf.layout import Layout
+from kvcache.hf.runner import Runner
+from kvcache.hf.trial import two_tokens
 from kvcache.hf.weights import available_bytes
 from kvcache.scheduler import MemberShape
 
@@ -34,8 +32,6 @@ DEFAULT_TOKENS = 8192
 """Nor more than this many tokens for each of `max_sequences`, unless told: more is seldom needed at once."""
 
 WINDOW_SHARE = 4
-
-_log = logging.getLogger("kvcache")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -67,44 +63,8 @@ def parse_bytes(text: str | int) -> int:
     return number
 
 
-def measure(
-    model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str], block_size: int
-) -> tuple[Sizes, Layout]:
-    """Run a few tokens into a cache of a few blocks and look at what they took.
-
-    A model that fails may do with rows of one length in a call, or else with its own attention over whole keys: then
-    the layout says so. Raises `NotSupported` for one that fails in all three ways, and `ValueError` for a format that
-    cannot hold its rows.
-    """
-    name = type(model).__name__
-    try:
-        return _measured(model, layout, dtype, block_size), layout
-    except _Failed as failed:
-        cause = failed.__cause__
-    ways = (
-        (replace(layout, counts_columns=True), dtype, "takes rows of one length in a call"),
-        (replace(layout, keeps_attention=True), dtype, "keeps its own attention, over copies of its history"),
-        (layout, dtype_name(model.dtype), ""),
-    )
-    for other, formats, what in ways:
-        try:
-            sizes = _measured(model, other, formats, block_size)
-        except (_Failed, NotSupported):
-            continue
-        if not what and cause is not None:
-            raise cause  # it was the format
-        _log.info("%s %s: %s", name, what, cause)
-        return sizes, other
-    raise NotSupported(
-        f"{name} cannot run over blocks: {cause}; run it through generate() with cache_for, or with its own cache"
-    ) from cause
-
-
-class _Failed(Exception):
-    """The model did, not what it was given; the cause says how."""
-
-
-def _measured(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str], block_size: int) -> Sizes:
+def measure(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str], block_size: int) -> Sizes:
+    """Run two tokens into a cache of a few blocks and look at what they took."""
     with Runner(
         model,
         layout=layout,
@@ -115,23 +75,14 @@ def _measured(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, st
         block_size=block_size,
         packs_weights=False,
     ) as runner:
-        media: list[EncoderStates] = []
-        if layout.is_encoder_decoder:
-            width = encoder_width(model)
-            media = [EncoderStates(torch.zeros((1, width), dtype=model.dtype, device=model.device), "measured")]
-        vocabulary: Any = model.get_input_embeddings()
-        token = min(1, int(vocabulary.weight.shape[0]) - 1)
-        try:
-            runner.forward([Work(0, 0, [token, token], media=media)])
-            used = [member.usage() for member in runner.members]
-            runner.forward([Work(0, 2, [token])])
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise _Failed from error
-        blocks = [one.num_bytes // one.num_blocks if one.num_blocks else 0 for one in used]
-        kept = zip(used, runner.members, strict=True)
-        return Sizes(tuple(blocks), sum(one.num_bytes for one, member in kept if isinstance(member, RecurrentCache)))
+        runner.forward([two_tokens(model, layout)])
+        blocks, states = [], 0
+        for member in runner.members:
+            used = member.usage()
+            blocks.append(used.num_bytes // used.num_blocks if used.num_blocks else 0)
+            if isinstance(member, RecurrentCache):
+                states = used.num_bytes
+        return Sizes(tuple(blocks), states)
 
 
 def divide(

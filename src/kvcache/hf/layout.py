@@ -86,7 +86,7 @@ class Layout:
     is_encoder_decoder: keys and values of an encoder are kept besides.
     one_by_one: after its first forward a sequence goes on by single tokens: of several, states would be forgotten.
     counts_columns: positions come from the number of tokens before: ragged rows cannot share a call.
-    keeps_attention: the model's own attention is not taken over. (These two: where it fails else, `engine/memory.py`.)
+    keeps_attention: the model's own attention is not taken over. (These two: where it fails else, see `trial.py`.)
     shift: re-rotates keys that move (`CausalCache(shift=...)`), or `None` where moving them is not possible.
     """
 
@@ -190,7 +190,10 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
 def _looks_ahead(model: Any) -> bool:
     """Whether the first token's logits depend on the second: configurations say so of models that do not, too."""
     ids = torch.tensor([[0, 0], [0, 1]], device=model.device)
-    first, second = model(input_ids=ids).logits[:, 0].float()
+    try:
+        first, second = model(input_ids=ids).logits[:, 0].float()
+    except Exception:
+        return False  # it wants more than token ids, and is not of the kind that is looked for
     return not torch.allclose(first, second, rtol=1e-2, atol=1e-2 * float(first.abs().max()))
 
 

@@ -89,7 +89,7 @@ class Runner:
         `max_batch` bounds a forward. It stays the caller's.
     capacity, dtype, max_sequences, max_batch, block_size, memory, checkpoints: of the cache that is made when none is
         given (`capacity` is required then, dtype "auto" is the model's); it is closed with the runner.
-    layout: what the model keeps; measured by `layout_of` when not given.
+    layout: what the model keeps; by `layout_of` when not given. `trial.py` finds one under which more models run.
     compile: run the model through torch.compile, as `compiled.py` says; the first forwards take a minute.
     packs_weights: let a bf16 model on the CPU run faster: copies of its weights that are read faster, as `weights.py`
         says, and norms and GELU in one operator each, as `fused.py` does. It takes as long as copying the weights.
