@@ -23,12 +23,10 @@ def engine() -> Iterator[Engine]:
 def check_greedy(engine: Engine, prompt: list[int], tokens: tuple[int, ...]) -> None:
     """Each token is the likeliest after those before it; 1e-3 is what attention in other blocks may change."""
     ids = torch.tensor([[*prompt, *tokens]])
-    engine._core.runner._model._switch.restore()  # the model's own attention, as the engine will get it back below
-    try:
+    switch = engine._core.runner._model._switch
+    assert switch is not None
+    with switch.turned_off():  # the model's own attention
         logits = engine.model(ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1]
-    finally:
-        for config, name in engine._core.runner._model._switch._during:
-            config._attn_implementation_internal = name
     gap = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert float(gap.max()) <= 1e-3
 
