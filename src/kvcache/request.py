@@ -238,9 +238,9 @@ class Request:
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"Request.params is {type(self.params).__name__}; expected SamplingParams")
         integer(self.priority, "Request.priority", minimum=-(2**31))
-        if self.salt is not None and not isinstance(self.salt, str):
-            raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
         if self.salt is not None:
+            if not isinstance(self.salt, str):
+                raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
             _check_utf8(self.salt, "Request.salt")
         object.__setattr__(self, "media", tuple(self.media))
 

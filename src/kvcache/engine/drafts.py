@@ -23,7 +23,6 @@ from typing import Any, final
 from kvcache.engine.sample import Sample
 from kvcache.engine.sampler import greedy
 from kvcache.errors import CacheFull, NotSupported
-from kvcache.hf.layout import layout_of
 from kvcache.hf.runner import Runner, Work
 from kvcache.hf.trial import tried_layout
 from kvcache.prefix.chain import common_length
@@ -103,7 +102,7 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, model: Any, *, vocabulary: int, capacity: int, max_sequences: int, max_batch: int) -> None:
-        layout = layout_of(model)
+        layout = tried_layout(model)
         if layout.has_states or layout.is_encoder_decoder:
             raise NotSupported(
                 f"{type(model).__name__} cannot draft: its states cannot be taken back, or it needs an encoder's; "
@@ -113,12 +112,7 @@ class DraftModel(Drafter):
         self._max_batch = max_batch
         self._fed: dict[int, list[int]] = {}
         self._runner = Runner(
-            model,
-            layout=tried_layout(model),
-            capacity=capacity,
-            max_sequences=max_sequences,
-            max_batch=max_batch,
-            block_size=16,
+            model, layout=layout, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch, block_size=16
         )
 
     def propose(self, samples: Sequence[Sample], counts: Sequence[int]) -> list[list[int]]:

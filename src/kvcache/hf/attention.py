@@ -21,7 +21,7 @@ pattern is the plain one and the padding is what the cache knows; else it makes 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,15 @@ __all__ = [
     "NAME",
     "Call",
     "Gathered",
+    "Handed",
     "MaskLength",
     "Reader",
     "attention_with_scores",
     "is_in_place",
     "reader_of",
-    "refuse_changed",
     "register",
     "tag",
+    "tag_both",
 ]
 
 NAME = "kvcache"
@@ -82,7 +83,7 @@ class Call(NamedTuple):
         return self.mask is None and self.position_bias is None and self.is_causal is not False and not self.dropout
 
 
-def refuse_changed(what: str) -> NoReturn:
+def _refuse_changed(what: str) -> NoReturn:
     """For keys or values that are not what the cache handed out."""
     raise NotSupported(
         f"the model changes {what} between the cache and its attention, so that blocks cannot be read in place; leave "
@@ -91,12 +92,10 @@ def refuse_changed(what: str) -> NoReturn:
 
 
 class Reader(ABC):
-    """What tagged keys carry: a way to read one layer of a cache for the pass under way.
-
-    was_asked: by the attention function, since whoever handed the reader out last set it to false.
-    """
+    """What tagged keys carry: a way to read one layer of a cache for the pass under way."""
 
     was_asked = True
+    """By the attention function, since it was handed out."""
 
     @property
     @abstractmethod
@@ -125,6 +124,34 @@ class MaskLength(int):
         length = int.__new__(cls, value)
         length.reader = reader
         return length
+
+
+@final
+class Handed:
+    """The readers that a cache hands out in one pass of a model, which asks each before it wants the next."""
+
+    def __init__(self) -> None:
+        self._last: Reader | None = None
+
+    def begin(self) -> None:
+        """A new pass: what became of the one before does not matter."""
+        self._last = None
+
+    def out(self, keys: Tensor, values: Tensor, reader: Reader) -> Gathered:
+        """Keys and values tagged with a reader. Raises as `check` does."""
+        self.check()
+        self._last, reader.was_asked = reader, False
+        return tag_both(keys, values, reader)
+
+    def check(self) -> None:
+        """Raise `NotSupported` when the last one was not asked: attention has got other keys."""
+        if self._last is not None and not self._last.was_asked:
+            _refuse_changed("keys")
+
+
+def tag_both(keys: Tensor, values: Tensor, reader: Reader) -> Gathered:
+    """Both, tagged."""
+    return Gathered(tag(keys, reader), tag(values, reader))
 
 
 def tag(states: Tensor, reader: Reader) -> Tensor:
@@ -169,7 +196,7 @@ def attention_forward(
     check_softcap(softcap)
     reader = reader_of(key)
     if reader_of(value) is not reader:
-        refuse_changed("values" if reader is not None else "keys")
+        _refuse_changed("values" if reader is not None else "keys")
     if reader is not None:
         reader.was_asked = True
         if sliding_window is not None and reader.window != sliding_window:

@@ -32,7 +32,7 @@ from transformers import Cache as TransformersCache
 from transformers import PreTrainedModel
 
 from kvcache.errors import CorruptState, NotSupported
-from kvcache.hf.attention import Call, Gathered, MaskLength, Reader, is_in_place, refuse_changed, tag
+from kvcache.hf.attention import Call, Gathered, Handed, MaskLength, Reader, is_in_place
 from kvcache.hf.gather import columns_of
 from kvcache.hf.hooks import Announcement
 from kvcache.hf.layers import layer_of
@@ -40,7 +40,7 @@ from kvcache.hf.layout import Layer, decoder_of
 from kvcache.hf.media import NUM_MEDIA, CrossStates
 from kvcache.hf.passes import LayerReader, Pass, Rows, first_column
 from kvcache.hf.pool import Pool
-from kvcache.hf.reuse import Reuse, as_mask, as_rows, plan_reuse
+from kvcache.hf.reuse import Reuse, as_mask, as_rows, is_integral, plan_reuse
 from kvcache.hf.states import LentStates, recorded_before
 from kvcache.hf.transcript import Transcript
 from kvcache.spec import Match, Usage, integer
@@ -62,7 +62,7 @@ class GenerateCache(TransformersCache):
         self._rows = Rows()
         self._transcript = Transcript()
         self._pass: Pass | None = None
-        self._reader: LayerReader | None = None  # handed out last, in this pass
+        self._handed = Handed()
         self._announced: Announcement | None = None
         self._reused = 0  # columns that `reuse` kept, until the next pass
         self._may_expand = False  # after `reuse`: generate may repeat each row for beams
@@ -88,10 +88,8 @@ class GenerateCache(TransformersCache):
         current = self._pass_of(layer_idx, key_states.shape[0], key_states.shape[2])
         whole = current.put(layer_idx, key_states, value_states)
         if self._in_place:
-            if self._reader is not None and not self._reader.was_asked:
-                refuse_changed("keys")
-            self._reader = reader = LayerReader(current, layer_idx, Gathered(key_states, value_states), whole)
-            return tag(key_states, reader), tag(value_states, reader)
+            reader = LayerReader(current, layer_idx, Gathered(key_states, value_states), whole)
+            return self._handed.out(key_states, value_states, reader)
         return whole or current.gather(layer_idx, key_states, value_states)
 
     def put_media(self, layer_idx: int, keys: Tensor, values: Tensor) -> Gathered:
@@ -421,7 +419,8 @@ class GenerateCache(TransformersCache):
             raise
         rows.length += announced.num_tokens
         self._transcript.append(announced.tokens, announced.num_rows, announced.num_tokens)
-        self._reused, self._may_expand, self._reader = 0, False, None
+        self._reused, self._may_expand = 0, False
+        self._handed.begin()
         if current.states is not None:
             self._pool.flush = current.states.write_back
         self._pass = current
@@ -489,8 +488,7 @@ class GenerateCache(TransformersCache):
         given = torch.as_tensor(indices)
         if given.dtype == torch.bool and given.shape == (have,):
             given = given.nonzero()[:, 0]
-        is_integral = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
-        rows: list[int] = given.tolist() if given.ndim == 1 and is_integral else []
+        rows: list[int] = given.tolist() if given.ndim == 1 and is_integral(given) else []
         if not rows or not all(0 <= row < have for row in rows):
             raise ValueError(
                 f"{what} is {given.tolist()} ({given.dtype}) and the cache holds {have} rows; expected numbers of "

@@ -230,7 +230,6 @@ class LayerReader(Reader):
     """One layer of a pass, for the attention function."""
 
     def __init__(self, current: Pass, layer: int, new: Gathered, whole: Gathered | None) -> None:
-        self.was_asked = False
         self._pass = current
         self._layer = layer
         self._new = new

@@ -12,7 +12,7 @@ keep the same number of columns, because `generate` has one length for all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from kvcache.hf.passes import Rows
 from kvcache.hf.pool import Pool
 from kvcache.hf.transcript import UNKNOWN, Agreement, Transcript
 
-__all__ = ["Reuse", "as_mask", "as_rows", "plan_reuse"]
+__all__ = ["Reuse", "as_mask", "as_rows", "is_integral", "plan_reuse"]
 
 
 class Reuse(NamedTuple):
@@ -34,13 +34,8 @@ class Reuse(NamedTuple):
 
 def as_rows(input_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     """Prompt ids as int64 [R,n] on the host; one row may come without its brackets."""
-    try:
-        rows = torch.as_tensor(input_ids).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"input_ids is {type(input_ids).__name__}; expected token ids [rows, tokens]") from error
-    rows = rows[None] if rows.ndim == 1 else rows
-    is_integral = not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
-    if rows.ndim != 2 or not rows.numel() or not is_integral:
+    rows = _as_rows(input_ids, "input_ids", "token ids [rows, tokens]")
+    if rows.ndim != 2 or not rows.numel() or not is_integral(rows):
         raise ValueError(
             f"input_ids are {rows.dtype} {list(rows.shape)}; expected integers [rows, tokens], at least one each"
         )
@@ -51,18 +46,26 @@ def as_mask(attention_mask: Tensor | Sequence[int] | Sequence[Sequence[int]] | N
     """The padding mask of a prompt [R,n], likewise."""
     if attention_mask is None:
         return None
-    try:
-        mask = torch.as_tensor(attention_mask).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        seen = type(attention_mask).__name__
-        raise TypeError(f"attention_mask is {seen}; expected 0 or 1 for each token [rows, tokens], or None") from error
-    mask = mask[None] if mask.ndim == 1 else mask
+    mask = _as_rows(attention_mask, "attention_mask", "0 or 1 for each token [rows, tokens], or None")
     if mask.shape != prompt.shape:
         raise ValueError(
             f"attention_mask is {list(mask.shape)} and input_ids are {list(prompt.shape)}; expected 0 or 1 for each "
             f"token, as the tokenizer gives them"
         )
     return mask
+
+
+def is_integral(tensor: Tensor) -> bool:
+    """Whether its elements are integers: bools are none here."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _as_rows(values: Any, what: str, expected: str) -> Tensor:
+    try:
+        rows = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{what} is {type(values).__name__}; expected {expected}") from error
+    return rows[None] if rows.ndim == 1 else rows
 
 
 def plan_reuse(pool: Pool, rows: Rows, transcript: Transcript, prompt: Tensor, mask: Tensor | None) -> Reuse:

@@ -287,8 +287,8 @@ class AttentionSwitch:
         if self._num_users > 1:
             raise ValueError(_IN_USE)
         self._name = name
-        self._set([(config, name if during == attention.NAME else during) for config, during in self._during])
-        self._during = [(config, config._attn_implementation) for config, _ in self._before]
+        self._during = [(config, name if during == attention.NAME else during) for config, during in self._during]
+        self._set(self._during)
 
     def release(self) -> None:
         """One user less; the last one gives the model the attention back that it came with."""

@@ -32,7 +32,7 @@ from transformers import EncoderDecoderCache
 
 from kvcache.caches import Cache, CausalCache, EncoderCache
 from kvcache.errors import NotSupported
-from kvcache.hf.attention import Gathered, MaskLength, refuse_changed, tag
+from kvcache.hf.attention import Gathered, Handed, MaskLength, tag_both
 from kvcache.hf.layout import Layout
 from kvcache.hf.runner_latent import LatentReader
 from kvcache.hf.runner_readers import BiasedReader, Columns, RowReader, Step, put_rows
@@ -105,7 +105,7 @@ class PackedCache(TransformersCache):
         self._dummy = torch.zeros((1, 1, 1, 1), dtype=dtype)
         self._counts_columns = layout.counts_columns
         self._mask_length = MaskLength(0, RowReader(members[0], 0))
-        self._last: RowReader | None = None  # handed out in this pass
+        self._handed = Handed()
 
     @property
     def is_plain(self) -> bool:
@@ -115,7 +115,7 @@ class PackedCache(TransformersCache):
     def begin(self, step: Step) -> None:
         """The next call of the model is `step`; the members have started their pass."""
         self.step = step
-        self._last = None
+        self._handed.begin()
         self._loans.clear()
         if self._biased:
             member = self._members[0]
@@ -142,10 +142,8 @@ class PackedCache(TransformersCache):
         put_rows(member, layer_idx, key_states, value_states)
         if self._columns is not None:
             stand_in = self._dummy.expand(1, 1, len(self._columns), 1)  # only its length is looked at
-            return tag(stand_in, self._biased[layer_idx]), tag(value_states, self._biased[layer_idx])
-        self._check_asked()
-        self._last, reader.was_asked = reader, False
-        return tag(key_states, reader), tag(value_states, reader)
+            return tag_both(stand_in, value_states, self._biased[layer_idx])
+        return self._handed.out(key_states, value_states, reader)
 
     def is_cross(self, layer: int) -> bool:
         """Whether the keys of `layer` come from an encoder."""
@@ -158,7 +156,7 @@ class PackedCache(TransformersCache):
             raise NotSupported(
                 f"the model reads keys of layer {layer} past update(); packed rows hand out tagged keys only"
             )
-        return Gathered(tag(self._dummy, reader), tag(self._dummy, reader))
+        return tag_both(self._dummy, self._dummy, reader)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Not one number but a tensor: what to add to `arange(T)` for the true positions.
@@ -213,16 +211,12 @@ class PackedCache(TransformersCache):
 
     def write_back(self) -> None:
         """The call went well: states as the model left them become the sequences' states."""
-        self._check_asked()
+        self._handed.check()
         for layer, (conv, recurrent) in self._loans.items():
             assert self._states is not None  # loans are of its states
             self._states.set_layer(layer)
             self._states.put(conv, recurrent)
         self._loans.clear()
-
-    def _check_asked(self) -> None:
-        if self._last is not None and not self._last.was_asked:
-            refuse_changed("keys")
 
     def _loan(self, layer: int, state_index: int) -> list[Tensor | None]:
         loan = self._loans.get(layer)
@@ -280,7 +274,7 @@ class CrossCache(TransformersCache):
 
     def stored(self, layer: int) -> Gathered:
         """Tagged stand-ins for the keys and values of all media that the pass sees."""
-        return Gathered(tag(self._dummy, self._readers[layer]), tag(self._dummy, self._readers[layer]))
+        return tag_both(self._dummy, self._dummy, self._readers[layer])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

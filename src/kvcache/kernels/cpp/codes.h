@@ -68,11 +68,11 @@ KV_INLINE __m128i floats_to_fp8(__m512 x) {
   return _mm512_cvtepi32_epi8(_mm512_or_si512(sign, code));
 }
 
-// 16 codes by way of f16, whose subnormals serve fp8's: its exponents are larger by 8.
+// 16 codes by way of f16, which has subnormals of its own: shifted there, fp8's values are smaller by 2^8.
 KV_INLINE __m512 fp8_to_floats(__m128i codes) {
   const __m128i magnitude = _mm_and_si128(codes, _mm_set1_epi8(0x7f));
-  const __m256i twice_signed = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
-  const __m256i halves = _mm256_and_si256(twice_signed, _mm256_set1_epi16(int16_t(0xbfff)));
+  const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);  // the sign in two bits
+  const __m256i halves = _mm256_and_si256(shifted, _mm256_set1_epi16(int16_t(0xbfff)));
   const __m512 values = _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
   const __mmask16 is_nan = _mm_cmpeq_epi8_mask(magnitude, _mm_set1_epi8(0x7f));
   return _mm512_mask_or_ps(values, is_nan, values, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
