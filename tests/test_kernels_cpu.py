@@ -221,28 +221,28 @@ def test_whole_tiles_among_ragged_ones(isa: str, block_size: int, group: int, di
         assert error(*attend(world, "bf16", names, softcap=8.0, sinks=sinks)) < 1e-2, names
 
 
-def test_products_through_brgemm() -> None:
-    """The path of CPUs with AMX; oneDNN runs it with AVX-512 elsewhere."""
+def test_products_of_the_tile_unit() -> None:
+    """The path of CPUs with AMX; elsewhere plain loops stand for the unit."""
     cpu_build.build()
     operators = cpu_build.operators()
-    before = operators.uses_brgemm()
-    operators.set_brgemm(True)
-    if not operators.uses_brgemm():
+    before = operators.uses_amx()
+    operators.set_amx(True)
+    if not operators.uses_amx():
         pytest.skip("needs bf16 products in this CPU")
     try:
         for names in (("bf16", "bf16"), ("fp8_e4m3", "q8_0"), ("q4_0", "bf16")):
             dims = 96, 80 if "q8_0" not in names else 64
-            for seed, num_queries in enumerate((70, 64, 93)):  # blocks of 256 rows down to 32, and what is left
+            for seed, num_queries in enumerate((70, 64, 93)):  # whole and broken bands of rows
                 sequences = [prefill(150, num_queries), *MIXED]
                 world = rounded(make_world(Shape(2, 4, *dims, 16), sequences, seed=seed), "bf16")
                 seen = {}
                 for on in (True, False):
-                    operators.set_brgemm(on)
+                    operators.set_amx(on)
                     seen[on], expected = attend(world, "bf16", names)
                     assert error(seen[on], expected) < 1e-2
                 assert error(seen[True], seen[False]) < 1e-2
     finally:
-        operators.set_brgemm(before)
+        operators.set_amx(before)
 
 
 @pytest.mark.parametrize("name", ["bf16", "q8_0", "q4_0"])

@@ -51,7 +51,8 @@ class Worker:
         self.torch = torch
         self.ops: Any = importlib.import_module("vllm._custom_ops")
         # As vLLM's backend chooses for bf16 and heads and blocks that are multiples of 32.
-        self.isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+        # The kernel lets a process use AMX when it asks for it, and kills one that has not.
+        self.isa = "amx" if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx() else "vec"
         self.calls: dict[str, Callable[[], object]] = {}
 
     def hello(self) -> dict[str, Any]:

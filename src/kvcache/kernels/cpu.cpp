@@ -109,13 +109,13 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset
   return to;
 }
 
-// Whether matrix products of many bf16 rows go through brgemm.
-bool uses_brgemm() { return kv::use_brgemm; }
+// Whether products of bf16 go through the tile unit, or what stands for it in builds for other CPUs.
+bool uses_amx() { return kv::use_amx; }
 
 // Builds without bf16 products have no use for it, and stay without.
-void set_brgemm(bool on) {
+void set_amx(bool on) {
 #if defined(KV_BF16)
-  kv::use_brgemm = on;
+  kv::use_amx = on;
 #else
   (void)on;
 #endif
@@ -137,8 +137,8 @@ std::string isa() {
 
 TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("isa", isa);
-  library.def("uses_brgemm", uses_brgemm);
-  library.def("set_brgemm", set_brgemm);
+  library.def("uses_amx", uses_amx);
+  library.def("set_amx", set_amx);
   library.def(
       "attend(Tensor queries, Tensor keys, Tensor values, int key_format, int value_format, int value_dim, "
       "Tensor[] plan, int block_size, float scale, float softcap, Tensor? sinks) -> Tensor",

@@ -58,6 +58,15 @@ class Ahead {
     }
   }
 
+  // The next N lines, into the second-level cache.
+  template <int N>
+  KV_INLINE void fetch() {
+    if (run.end - run.begin < 64 * N) return fetch_each(N);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) __builtin_prefetch(run.begin + 64 * i, 0, 2);
+    run.begin += 64 * N;
+  }
+
   template <int WORK>
   KV_INLINE void step() {
     for (credit += WORK * rate; credit >= 256; credit -= 256) {
@@ -73,6 +82,10 @@ class Ahead {
   const Run *next, *last;  // runs of the current one that are not begun
   Run run;                 // what is left of the current run
   int rate, credit;        // lines per unit of work, and lines due, in 1/256
+
+  void fetch_each(int lines) {
+    for (; lines > 0 && (run.begin < run.end || turn()); lines--, run.begin += 64) __builtin_prefetch(run.begin, 0, 2);
+  }
 
   KV_INLINE bool turn() {
     for (; next == last; side++) {

@@ -14,12 +14,12 @@
 // (Longer than 300 lines: it is one class, read from top to bottom.)
 #pragma once
 
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <atomic>
 
+#include "lanes.h"
 #include "rows.h"
 #include "sweep.h"
 
@@ -28,7 +28,7 @@ namespace kv {
 constexpr int CHUNK = 512;      // slots, at least; a multiple of TILE
 constexpr int MOST_CHUNK = 2048;
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
-constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
+constexpr int TASK_ROWS = 1024;  // rows of a task at most (but one query at least): scores and output stay in L2
 
 struct Problem {
   Store keys, values;
@@ -56,28 +56,36 @@ struct Item {
   int64_t chunk_begin, chunk_end, cost;
 };
 
+struct Work : Scratch {
+#if defined(KV_BF16)
+  Lanes lanes;
+#endif
+};
+
 class Attention {
  public:
   explicit Attention(const Problem& problem)
       : p(problem),
         shape{problem.keys,
               problem.values,
-              make_reader(problem.keys, problem.queries.format, true),
-              make_reader(problem.values, problem.queries.format, false),
+              make_reader(problem.keys, problem.queries.format, true, use_amx),
+              make_reader(problem.values, problem.queries.format, false, use_amx),
               problem.keys.dim,
               problem.values.dim,
               problem.scale,
               problem.softcap,
-              use_brgemm && at::globalContext().userEnabledMkldnn()} {}
+              use_amx} {}
 
   void run() {
     const int threads = at::get_num_threads();
     plan(threads);
     std::atomic<int64_t> next{0};
     at::parallel_for(0, std::min<int64_t>(threads, int64_t(items.size())), 1, [&](int64_t, int64_t) {
-      thread_local Scratch scratch;
-      for (int64_t i; (i = next.fetch_add(1)) < int64_t(items.size());) run_item(items[size_t(i)], scratch);
-      if (shape.brgemm) at::native::cpublas::brgemm_release();
+      thread_local Work work;
+#if defined(KV_BF16)
+      const TileUnit unit(shape.has_unit());
+#endif
+      for (int64_t i; (i = next.fetch_add(1)) < int64_t(items.size());) run_item(items[size_t(i)], work);
     });
   }
 
@@ -180,30 +188,42 @@ class Attention {
 
   // --- the work of one thread ---
 
-  void reserve(const Task& task, Scratch& s) const {
+  void reserve(const Task& task, Work& s) const {
     const size_t rows = size_t(rows_of(task)), scores = size_t(rows_of_head(task));
-    s.queries.reserve(rows * shape.key_dim);
-    s.tile.reserve(size_t(TILE) * std::max(shape.key_dim, shape.values.width));
+    const int depth = round_up(shape.key_dim, DEPTH);
+    const size_t heads = size_t(task.head_end - task.head_begin);
+    s.queries.reserve(std::max(rows, heads * EDGE) * depth);
+    s.tile.reserve(size_t(TILE) * std::max(depth, shape.values.width));
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
     s.scores.reserve(scores * TILE);
-    const size_t tiles = sweeps(task) ? SWEEP : 1;  // whose weights are held at a time
+    const size_t tiles = sweeps(task) ? std::max(SWEEP, UNIT_SWEEP) : 1;  // whose weights are held at a time
     const size_t groups = shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
-    if (shape.values.bf16) s.weights.reserve(tiles * groups * scores * (TILE / 2));
+    if (shape.values.bf16) s.weights.reserve((tiles * std::max<size_t>(groups, 4) * scores + 2 * EDGE) * (TILE / 2));
     if (shape.mixes_fixed(rows_of_head(task))) s.multipliers.reserve(scores * (shape.value_dim / GROUP));
     s.output.reserve(rows * shape.values.width);
     s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(tiles * scores);
     s.begins.reserve(size_t(task.query_end - task.query_begin));
     s.ends.reserve(size_t(task.query_end - task.query_begin));
+#if defined(KV_BF16)
+    if (shape.in_lanes(rows_of_head(task))) s.lanes.reserve(int(heads), rows_of_head(task), depth, shape.values.width);
+#endif
   }
 
-  void pack_queries(const Task& task, Scratch& s) const {
+  void pack_queries(const Task& task, Work& s) const {
     const Segment& segment = p.segments[task.segment];
     const int dim = shape.key_dim;
     const int* order = shape.keys.order.data();
     float* to = s.queries.at;
     float values[MAX_DIM];
     uint16_t* to_bf16 = reinterpret_cast<uint16_t*>(s.queries.at);
+#if defined(KV_BF16)
+    const bool in_lanes = shape.in_lanes(rows_of_head(task));
+    const int depth = round_up(dim, DEPTH);
+    uint32_t* turned = in_lanes ? s.lanes.queries.at : nullptr;
+    if (shape.scores_amx(rows_of_head(task))) turned = reinterpret_cast<uint32_t*>(to);
+    alignas(64) uint16_t turned_rows[EDGE * MAX_DIM] = {};
+#endif
     s.seen_by_all = {0, std::numeric_limits<int32_t>::max()};
     for (int q = task.query_begin; q < task.query_end; q++) {
       s.begins.at[q - task.query_begin] = std::max(p.begins[segment.rows[q]], 0);  // an empty slot has position -1
@@ -215,6 +235,20 @@ class Attention {
       for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
         const int64_t row = segment.rows[task.query_begin + r / p.group];
         const int64_t at = row * p.queries.row_stride + (int64_t(h) * p.group + r % p.group) * p.queries.head_stride;
+#if defined(KV_BF16)
+        if (turned != nullptr) {
+          const int place = r % EDGE, count = place + 1;
+          std::memcpy(turned_rows + place * depth, static_cast<const uint16_t*>(p.queries.base) + at, size_t(dim) * 2);
+          if (count < EDGE && r + 1 < rows_of_head(task)) continue;
+          pack_columns(turned_rows, count, depth, turned);
+          turned += depth / 2 * EDGE;
+          if (in_lanes && r + 1 == rows_of_head(task) && (r / EDGE + 1) % BANDS != 0) {
+            std::fill_n(turned, depth / 2 * EDGE, 0);
+            turned += depth / 2 * EDGE;
+          }
+          continue;
+        }
+#endif
         read_row(p.queries.base, at, p.queries.format, dim, values);
         if (shape.scores_fixed(rows_of_head(task)))
           shape.keys.pack_query(values, dim, reinterpret_cast<uint8_t*>(to));
@@ -223,6 +257,9 @@ class Attention {
         else
           for (int i = 0; i < dim; i++) to[i] = values[order[i]];
       }
+#if defined(KV_BF16)
+    if (in_lanes) s.lanes.set_sights(s.begins.at, s.ends.at, rows_of_head(task), p.group);
+#endif
     unite(s.begins.at, s.ends.at, task.query_end - task.query_begin, s.seen);
   }
 
@@ -252,28 +289,38 @@ class Attention {
     const bool is_dense = p.keys.row_stride == row_bytes(p.keys.format, p.keys.dim) &&
                           p.values.row_stride == row_bytes(p.values.format, p.values.dim);
     return is_long && is_dense && p.segments[task.segment].positions == nullptr && p.block_size % 16 == 0 &&
-           rows_of_head(task) <= DIRECT_MOST && shape.keys.score_whole[0] != nullptr && shape.values.mix_whole[0] != nullptr;
+           (sweeps_unit(task) || (rows_of_head(task) <= DIRECT_MOST && shape.keys.score_whole[0] != nullptr &&
+                                  shape.values.mix_whole[0] != nullptr));
   }
 
-  bool is_whole(const Task& task, const Scratch& s, const Cursor& at) const {
+  // The same with the tile unit.
+  bool sweeps_unit(const Task& task) const {
+    const bool is_even = p.keys.format == BF16 && p.values.format == BF16 && p.keys.dim % DEPTH == 0 && p.values.dim % DEPTH == 0;
+    return is_even && shape.scores_amx(rows_of_head(task)) && shape.mixes_amx(rows_of_head(task));
+  }
+
+  bool is_whole(const Task& task, const Work& s, const Cursor& at) const {
     const int64_t first = p.segments[task.segment].first_position + at.slot;
     return at.slot + TILE <= at.unit_end && s.seen_by_all.begin <= first && s.seen_by_all.end >= first + TILE;
   }
 
-  void next_sweep(const Task& task, const Scratch& s, Cursor& at, Sweep& sweep) const {
+  template <class S>
+  void next_sweep(const Task& task, const Work& s, Cursor& at, S& sweep) const {
     const Segment& segment = p.segments[task.segment];
     sweep.count = 0, sweep.keys.clear(), sweep.values.clear();
-    for (; at.unit_begin < at.end && sweep.count < SWEEP; move_on(task, at)) {
+    for (; at.unit_begin < at.end && sweep.count < S::SIZE; move_on(task, at)) {
       if (!is_whole(task, s, at)) continue;
-      const auto find = [&](const Store& store, auto& lines) {
-        return find_quads(segment, store, p.block_size, at.slot, at.head, at.head == task.head_begin, lines);
-      };
-      sweep.tiles[sweep.count++] = {at.head, find(p.keys, sweep.keys), find(p.values, sweep.values)};
+      auto& tile = sweep.tiles[sweep.count++];
+      tile.head = at.head;
+      const bool is_first = at.head == task.head_begin;
+      find_whole(segment, p.keys, p.block_size, at.slot, at.head, is_first, sweep.keys, tile.keys);
+      find_whole(segment, p.values, p.block_size, at.slot, at.head, is_first, sweep.values, tile.values);
     }
   }
 
-  void run_sweeps(const Task& task, Cursor cursor, const Scratch& s) const {
-    Sweep sweeps[2];
+  template <class S>
+  void run_sweeps(const Task& task, Cursor cursor, const Work& s) const {
+    S sweeps[2];
     next_sweep(task, s, cursor, sweeps[0]);
     fetch_first(sweeps[0].keys, sweeps[0].values, lead(sweeps[0]));
     for (int at = 0; sweeps[at].count > 0; at ^= 1) {
@@ -284,7 +331,7 @@ class Attention {
   }
 
   // Fills `tile` with the cursor's slots, or the next ones that some query sees, and moves on; false at the end.
-  bool next_tile(const Task& task, const Scratch& s, bool without_whole, Cursor& at, Tile& tile) const {
+  bool next_tile(const Task& task, const Work& s, bool without_whole, Cursor& at, Tile& tile) const {
     const Segment& segment = p.segments[task.segment];
     for (; at.unit_begin < at.end; move_on(task, at)) {
       const int count = int(std::min<int64_t>(TILE, at.unit_end - at.slot));
@@ -304,8 +351,11 @@ class Attention {
     return {begin, unit_end(p.segments[task.segment], begin, end), begin, end, task.head_begin};
   }
 
-  void run_chunk(const Task& task, int64_t chunk, const Scratch& s) const {
+  void run_chunk(const Task& task, int64_t chunk, const Work& s) const {
     const int rows = rows_of(task), queries = task.query_end - task.query_begin;
+#if defined(KV_BF16)
+    if (shape.in_lanes(rows_of_head(task))) return run_chunk_in_lanes(task, chunk, s);
+#endif
     std::fill_n(s.output.at, size_t(rows) * shape.values.width, 0.0f);
     std::fill_n(s.m.at, rows, NOTHING);
     std::fill_n(s.l.at, rows, 0.0f);
@@ -316,7 +366,13 @@ class Attention {
     Tile tiles[2];
     bool more = next_tile(task, s, swept, cursor, tiles[0]);
     if (more) fetch_first(tiles[0].key_lines, tiles[0].value_lines, lead(tiles[0]));
-    if (swept) run_sweeps(task, first, s);
+#if defined(KV_BF16)
+    if (swept && sweeps_unit(task))
+      run_sweeps<UnitSweep>(task, first, s);
+    else
+#endif
+    if (swept)
+      run_sweeps<DirectSweep>(task, first, s);
     for (int at = 0; more; at ^= 1) {
       more = next_tile(task, s, swept, cursor, tiles[at ^ 1]);
       const int base = (tiles[at].head - task.head_begin) * rows_of_head(task);
@@ -324,7 +380,24 @@ class Attention {
     }
   }
 
-  void run_item(const Item& item, Scratch& s) {
+#if defined(KV_BF16)
+  void run_chunk_in_lanes(const Task& task, int64_t chunk, const Work& s) const {
+    const int heads = task.head_end - task.head_begin, width = shape.values.width;
+    s.lanes.start(heads, width);
+    Cursor cursor = start(task, std::max(task.slot_begin, chunk * task.chunk_size),
+                          std::min(task.slot_end, (chunk + 1) * task.chunk_size));
+    Tile tiles[2];
+    bool more = next_tile(task, s, false, cursor, tiles[0]);
+    if (more) fetch_first(tiles[0].key_lines, tiles[0].value_lines, lead(tiles[0]));
+    for (int at = 0; more; at ^= 1) {
+      more = next_tile(task, s, false, cursor, tiles[at ^ 1]);
+      run_tile_lanes(shape, tiles[at], tiles[at ^ 1], tiles[at].head - task.head_begin, s.lanes);
+    }
+    s.lanes.finish(heads, rows_of_head(task), width, s);
+  }
+#endif
+
+  void run_item(const Item& item, Work& s) {
     const Task& task = tasks[size_t(item.task)];
     reserve(task, s);
     pack_queries(task, s);
@@ -343,7 +416,7 @@ class Attention {
   }
 
   // The chunks of a task, in their order, into the state in scratch.
-  void merge(const Task& task, const Scratch& s) const {
+  void merge(const Task& task, const Work& s) const {
     const int64_t rows = rows_of(task), width = shape.values.width;
     for (int64_t r = 0; r < rows; r++) {
       float m = NOTHING, l = 0.0f;
@@ -362,10 +435,11 @@ class Attention {
   }
 
   // Divides, restores the order of the values, and writes.
-  void finish(const Task& task, const Scratch& s) const {
+  void finish(const Task& task, const Work& s) const {
     const Segment& segment = p.segments[task.segment];
     const int dim = shape.value_dim, width = shape.values.width, rows = rows_of(task);
     const int* order = shape.values.order.data();
+    const bool in_order = shape.in_lanes(rows_of_head(task));
     float values[MAX_DIM + 1];
     for (int r = 0; r < rows; r++) {
       const int64_t head = int64_t(task.head_begin + r / rows_of_head(task)) * p.group + r % p.group;
@@ -377,7 +451,10 @@ class Attention {
       }
       factor = l == 0.0f ? 0.0f : factor / l;  // NaN stays
       const float* from = s.output.at + size_t(r) * width;
-      for (int c = 0; c < width; c++) values[order[c] < 0 ? MAX_DIM : order[c]] = from[c] * factor;
+      if (in_order)
+        for (int c = 0; c < dim; c++) values[c] = from[c] * factor;
+      else
+        for (int c = 0; c < width; c++) values[order[c] < 0 ? MAX_DIM : order[c]] = from[c] * factor;
       const int64_t to = segment.rows[task.query_begin + r % rows_of_head(task) / p.group] * p.output.row_stride +
                          head * p.output.head_stride;
       write_row(p.output.base, to, p.output.format, dim, values);

@@ -196,20 +196,25 @@ inline ByteTable make_byte_table(int format) {
 }
 inline const ByteTable FP8_TABLE = make_byte_table(FP8), Q8_TABLE = make_byte_table(Q8);
 
+// The low and the high bytes of the bf16 of 64 values of fp8 or q8_0.
+template <int F>
+KV_INLINE void expand_bytes(__m512i x, __m512i& low, __m512i& high) {
+  const ByteTable& table = F == Q8 ? Q8_TABLE : FP8_TABLE;
+  // q8_0's -128 does not occur (the quantiser divides by 127), but a foreign one must not become +0: it reads as -127.
+  const __m512i magnitude = F == Q8 ? _mm512_min_epu8(_mm512_abs_epi8(x), _mm512_set1_epi8(127))
+                                    : _mm512_and_si512(x, _mm512_set1_epi8(127));
+  const __m512i h = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), magnitude, _mm512_load_si512(table.high + 64));
+  low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), magnitude, _mm512_load_si512(table.low + 64));
+  high = _mm512_ternarylogic_epi32(h, x, _mm512_set1_epi8(char(0x80)), 0xf8);  // h | (x & sign)
+}
+
 // Lanes of two 16-bit words -> vectors of pairs (value of the low word, value of the high word), P/2 of them.
 template <int F>
 KV_INLINE void expand_pairs(__m512i x, __m512i* out) {
   if constexpr (F == BF16) out[0] = x;
   if constexpr (F == FP8 || F == Q8) {
-    const ByteTable& table = F == Q8 ? Q8_TABLE : FP8_TABLE;
-    // q8_0's -128 does not occur (the quantiser divides by 127), but a foreign one must not become +0: it reads as -127.
-    const __m512i magnitude = F == Q8 ? _mm512_min_epu8(_mm512_abs_epi8(x), _mm512_set1_epi8(127))
-                                      : _mm512_and_si512(x, _mm512_set1_epi8(127));
-    const __m512i h = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), magnitude,
-                                               _mm512_load_si512(table.high + 64));
-    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), magnitude,
-                                                 _mm512_load_si512(table.low + 64));
-    const __m512i high = _mm512_ternarylogic_epi32(h, x, _mm512_set1_epi8(char(0x80)), 0xf8);  // h | (x & sign)
+    __m512i low, high;
+    expand_bytes<F>(x, low, high);
     const __m512i even = _mm512_set1_epi16(0x00ff);
     // bytes 0 and 2 of each lane, then bytes 1 and 3: (mask & a) | (~mask & b)
     out[0] = _mm512_ternarylogic_epi32(even, low, _mm512_slli_epi16(high, 8), 0xca);

@@ -11,34 +11,40 @@
 namespace kv {
 
 constexpr int SWEEP = 8;  // tiles whose keys are read before their values: 128 KB of heads of 128
+constexpr int UNIT_SWEEP = 16;  // the same with the tile unit: a quarter of the second-level cache of CPUs that have it
 
+template <class R>
 struct Whole {  // TILE slots of one head; all queries see them
   int head;
-  Quads keys, values;
+  R keys, values;
 };
 
+template <class R, int N>
 struct Sweep {
+  static constexpr int SIZE = N;
+
   int count;
-  Whole tiles[SWEEP];
-  Lines<16 * SWEEP> keys, values;
+  Whole<R> tiles[N];
+  Lines<16 * N> keys, values;
 };
+
+using DirectSweep = Sweep<Quads, SWEEP>;
 
 // The rows of the slots [slot, slot + TILE), which lie in one block or in several whole times 16. `is_first`: no head of
 // them has been found before.
-inline Quads find_quads(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int head, bool is_first,
-                        Lines<16 * SWEEP>& lines) {
+template <int N>
+void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int head, bool is_first,
+                Lines<N>& lines, Quads& quads) {
   const int64_t step = store.row_stride;
   const auto row = [&](int64_t slot) {
     return store.base + segment.table[slot / block_size] * store.block_stride + head * store.head_stride +
            slot % block_size * step;
   };
-  Quads quads;
   quads.step = step;
   if (block_size >= TILE) {
     const uint8_t* first = row(slot);
     for (int n = 0; n < TILE / 4; n++) quads.at[n] = first + n * 4 * step;
-    lines.add(first, first + TILE * step);
-    return quads;
+    return lines.add(first, first + TILE * step);
   }
   for (int i = 0; i < 4; i++) {
     const uint8_t* first = row(slot + 16 * i);
@@ -46,14 +52,13 @@ inline Quads find_quads(const Segment& segment, const Store& store, int64_t bloc
     for (int group = 0; group < 4; group++) quads.at[4 * group + i] = first + group * 4 * step;
   }
   for (int n = 0; n < TILE / 4; n++) lines.add(quads.at[n], quads.at[n] + 4 * step);
-  return quads;
 }
 
 // Tells the rows of each tile what is read after them.
-inline void link(Sweep& sweep, Sweep& next) {
+inline void link(DirectSweep& sweep, DirectSweep& next) {
   for (int i = 0; i < sweep.count; i++) {
     const bool is_last = i + 1 == sweep.count;
-    Whole& tile = sweep.tiles[i];
+    Whole<Quads>& tile = sweep.tiles[i];
     const Quads& after_keys = is_last ? sweep.tiles[0].values : sweep.tiles[i + 1].keys;
     const Quads& after_values = !is_last ? sweep.tiles[i + 1].values : next.count > 0 ? next.tiles[0].keys : tile.values;
     std::copy_n(after_keys.at, AGAIN / 4, tile.keys.at + TILE / 4);
@@ -61,13 +66,14 @@ inline void link(Sweep& sweep, Sweep& next) {
   }
 }
 
-inline int lead(const Sweep& sweep) { return std::min(DISTANCE, sweep.keys.num_lines + sweep.values.num_lines); }
+template <class R, int N>
+int lead(const Sweep<R, N>& sweep) { return std::min(DISTANCE, sweep.keys.num_lines + sweep.values.num_lines); }
 
 inline const Places ALL_SEEN = {{}, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(), TILE, true};
 
 // All of a sweep, for `queries` queries of `group` rows each, of which those of `first_head` begin at row 0 of the task. Its
 // lead has been fetched; meanwhile the rest of it is, and then the lead of `next`.
-inline void run_sweep(const Shape& shape, const Sweep& sweep, const Sweep& next, int first_head, int queries, int group,
+inline void run_sweep(const Shape& shape, const DirectSweep& sweep, const DirectSweep& next, int first_head, int queries, int group,
                       const Scratch& s) {
   const int rows = queries * group, pairs = shape.key_dim / 2, width = shape.values.width;
   uint32_t* weights = reinterpret_cast<uint32_t*>(s.weights.at);
@@ -76,18 +82,18 @@ inline void run_sweep(const Shape& shape, const Sweep& sweep, const Sweep& next,
               sweep.count * (work_of_keys(shape, TILE, rows, rows) + work_of_weights(TILE, rows) +
                              work_of_values(shape, TILE, rows, rows)));
   for (int i = 0; i < sweep.count; i++) {
-    const Whole& tile = sweep.tiles[i];
+    const Whole<Quads>& tile = sweep.tiles[i];
     const int base = (tile.head - first_head) * rows;
     const uint32_t* queries_of_head = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base) * pairs;
     for_few_rows(0, rows, [&](int row, int count) {
       shape.keys.score_whole[count - 1](queries_of_head + size_t(row) * pairs, tile.keys, s.scores.at + size_t(row) * TILE,
                                         pairs, TILE, ahead);
     });
-    soften_rows(shape, ALL_SEEN, s, base, 0, rows, group, weights + size_t(i) * rows * (TILE / 2),
+    soften_rows(shape, ALL_SEEN, s, base, 0, rows, rows, group, weights + size_t(i) * rows * (TILE / 2),
                 s.correction.at + i * rows, ahead);
   }
   for (int i = 0; i < sweep.count; i++) {
-    const Whole& tile = sweep.tiles[i];
+    const Whole<Quads>& tile = sweep.tiles[i];
     const int base = (tile.head - first_head) * rows;
     for_few_rows(0, rows, [&](int row, int count) {
       shape.values.mix_whole[count - 1](weights + (size_t(i) * rows + row) * (TILE / 2), 0, tile.values, shape.value_dim,
@@ -96,5 +102,52 @@ inline void run_sweep(const Shape& shape, const Sweep& sweep, const Sweep& next,
     });
   }
 }
+
+#if defined(KV_BF16)
+// The same with the tile unit, which wants sixteen rows at one distance. One sweep's keys are as much as fits half of the
+// second-level cache.
+
+
+struct Sixteens {
+  Sixteen of[TILE / EDGE];
+};
+
+using UnitSweep = Sweep<Sixteens, UNIT_SWEEP>;
+
+template <int N>
+void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int head, bool,
+                Lines<N>& lines, Sixteens& rows) {
+  const int64_t step = store.row_stride;
+  for (Sixteen& part : rows.of) {
+    part = {store.base + segment.table[slot / block_size] * store.block_stride + head * store.head_stride +
+                slot % block_size * step,
+            step};
+    lines.add(part.at, part.at + EDGE * step);
+    slot += EDGE;
+  }
+}
+
+inline void link(UnitSweep&, UnitSweep&) {}
+
+inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSweep& next, int first_head, int queries, int group,
+                      const Scratch& s) {
+  const int rows = queries * group, dim = shape.key_dim, width = shape.values.width;
+  const uint32_t* packed = reinterpret_cast<const uint32_t*>(s.queries.at);
+  uint32_t* weights = reinterpret_cast<uint32_t*>(s.weights.at);
+  Ahead ahead(sweep.keys, sweep.values, next.keys, next.values, lead(sweep), 0, 1);
+  for (int i = 0; i < sweep.count; i++) {
+    const Whole<Sixteens>& tile = sweep.tiles[i];
+    const int head = tile.head - first_head;
+    scores_amx(packed + size_t(head) * EDGE * (dim / 2), tile.keys.of, dim, rows, s.scores.at, ahead);
+    soften_rows(shape, ALL_SEEN, s, head * rows, 0, rows, rows, group, weights + size_t(i) * 2 * rows * TILE,
+                s.correction.at + i * rows, ahead);
+  }
+  for (int i = 0; i < sweep.count; i++) {
+    const Whole<Sixteens>& tile = sweep.tiles[i];
+    mix_amx(weights + size_t(i) * 2 * rows * TILE, rows, tile.values.of, TILE,
+            s.output.at + size_t(tile.head - first_head) * rows * width, s.correction.at + i * rows, width, ahead);
+  }
+}
+#endif
 
 }  // namespace kv

@@ -13,8 +13,7 @@
 #include <type_traits>
 #include <vector>
 
-#include <ATen/native/CPUBlas.h>
-
+#include "amx.h"
 #include "vnni.h"
 
 namespace kv {
@@ -45,6 +44,7 @@ template <class R>
 using MixDirect = void (*)(const uint32_t*, size_t, R, int, float*, const float*, int, int, Ahead&);
 using PackQuery = void (*)(const float*, int, uint8_t*);
 using ScoreFixed = void (*)(const uint8_t*, const uint8_t* const*, const float*, float*, int, int, Ahead&);
+using FindSixteens = void (*)(const uint8_t* const*, int, int, uint16_t*, Sixteen*);
 using MixFixed = void (*)(const uint8_t*, const float*, const uint8_t* const*, int, float*, const float*, int, Ahead&);
 
 // How one side is read: by which product, in which order, with which packer.
@@ -59,6 +59,7 @@ struct Reader {
   PackQuery pack_query = nullptr;  // null: no `score_fixed`
   ScoreFixed score_fixed[4] = {};
   MixFixed mix_fixed[4] = {};
+  FindSixteens find_sixteens = nullptr;  // null: not for the tile unit
   int width = 0;  // places of a packed row
   std::vector<int> order;
 
@@ -99,6 +100,9 @@ void set_functions(Reader& reader, bool is_key, int dim) {
       if (is_key && whole) set_scores<true>(reader.score_whole);
       if (!is_key && whole) set_mixes<F>(reader.mix_whole);
     }
+#if defined(KV_BF16)
+    reader.find_sixteens = find_sixteens<F>;
+#endif
 #if defined(KV_VNNI)
     if constexpr (is_quantised(F)) {
       const ScoreFixed fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
@@ -112,7 +116,7 @@ void set_functions(Reader& reader, bool is_key, int dim) {
 }
 
 // bf16 products are for bf16 queries only, and for formats that bf16 holds exactly: who asks in f32 gets f32.
-inline Reader make_reader(const Store& store, int query_format, bool is_key) {
+inline Reader make_reader(const Store& store, int query_format, bool is_key, bool amx) {
   Reader reader;
 #if defined(KV_BF16)
   reader.bf16 = query_format == BF16 && store.format >= BF16;
@@ -131,7 +135,7 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key) {
   if (is_key)
     key_order(store.format, reader.bf16, store.dim, reader.order.data());
   else
-    value_order(store.format, reader.bf16, store.dim, reader.order.data());
+    value_order(amx && reader.bf16 && !reader.scaled ? FP8 : store.format, reader.bf16, store.dim, reader.order.data());
   return reader;
 }
 
@@ -185,8 +189,6 @@ struct Scratch {
   std::vector<Interval> seen;    // positions that some query of the task sees: disjoint, ascending
   Interval seen_by_all;
 };
-
-alignas(64) inline const uint8_t ZERO_ROW[MAX_DIM * 4 + 64] = {};
 
 struct Places {  // the positions of a tile's slots
   alignas(64) int32_t positions[TILE];  // -1: must not be seen
@@ -248,52 +250,33 @@ inline void find_rows(const Segment& segment, const Store& store, int64_t block_
     if (tile.positions[j] < 0) rows[j] = ZERO_ROW;
 }
 
+enum class Weights { FLOATS, PAIRS, HALVES };  // what scores become: f32 in their place, `store_pairs` or `store_halves`
+
 // What all tiles of a call share.
 struct Shape {
   Store key_store, value_store;
   Reader keys, values;
   int key_dim, value_dim;
   float scale, softcap;  // softcap 0: none
-  bool brgemm;           // whether to use it for many rows
+  bool amx;              // whether to use the tile unit
+
+  bool has_unit() const { return amx && keys.find_sixteens != nullptr && values.find_sixteens != nullptr; }
+  bool in_lanes(int rows) const { return has_unit() && rows > UNIT_FEW; }
+  bool scores_amx(int rows) const { return has_unit() && !in_lanes(rows) && !keys.scaled; }
+  bool mixes_amx(int rows) const { return has_unit() && !in_lanes(rows) && !values.scaled; }
 
   bool scores_direct(int rows) const { return rows <= DIRECT_MOST && keys.score_direct[0] != nullptr; }
   bool scores_fixed(int rows) const { return rows <= FIXED_MOST && keys.pack_query != nullptr; }
   bool mixes_fixed(int rows) const { return rows <= FIXED_MOST && values.mix_fixed[0] != nullptr; }
   bool mixes_direct(int rows) const { return rows <= DIRECT_MOST && values.mix_direct[0] != nullptr; }
-  bool pairs_weights() const { return values.bf16 && !values.scaled; }  // at once
+  Weights weights(int rows) const {
+    return mixes_amx(rows) ? Weights::HALVES : values.bf16 && !values.scaled ? Weights::PAIRS : Weights::FLOATS;
+  }
 };
-
-// AMX multiplies 16 times 16 values at once; PyTorch reaches it through oneDNN's brgemm, whose layout of the right operand
-// is that of our bf16 tiles. On by `set_brgemm`, which cpu_build.py calls where the CPU has AMX; elsewhere the register
-// blocks of gemm.h are faster.
-inline bool use_brgemm = false;
-constexpr int BRGEMM_MOST = 256;  // rows at a time, and
-constexpr int BRGEMM_ROWS = 32;   // fewer than this do not pay for its setup
-
-// Calls `f` with the beginning and the number of rows of each block for brgemm, and returns where the rest begins. oneDNN
-// compiles a product for each number of rows and keeps it, in each thread: there are four numbers.
-template <class F>
-KV_INLINE int for_brgemm_rows(int begin, int end, F&& f) {
-  for (int rows = BRGEMM_MOST; rows >= BRGEMM_ROWS; rows /= 2)
-    for (; end - begin >= rows; begin += rows) f(begin, rows);
-  return begin;
-}
-
-inline void multiply_amx(int rows, int columns, int depth, int stride_a, int stride_b, bool add, const void* a, const void* b,
-                         float* c) {
-  at::native::cpublas::brgemm(rows, columns, depth, stride_a, stride_b, columns, add, static_cast<const at::BFloat16*>(a),
-                              static_cast<const at::BFloat16*>(b), c, true);
-}
 
 // scores[r] = q[base + r] . keys for the rows [begin, end) of one head, whose rows begin at `base`.
 inline void score_packed(const Shape& shape, const Scratch& s, int base, int begin, int end, Ahead& ahead) {
   const int dim = shape.key_dim;
-  if (shape.brgemm && shape.keys.bf16 && !shape.keys.scaled)
-    begin = for_brgemm_rows(begin, end, [&](int row, int rows) {
-      multiply_amx(rows, TILE, dim, dim, TILE, false,
-                   reinterpret_cast<const uint16_t*>(s.queries.at) + size_t(base + row) * dim, s.tile.at,
-                   s.scores.at + size_t(row) * TILE);
-    });
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
     float* out = s.scores.at + size_t(row) * TILE;
@@ -316,15 +299,6 @@ inline void score_packed(const Shape& shape, const Scratch& s, int base, int beg
 inline void mix_packed(const Shape& shape, const Scratch& s, int base, int begin, int end, int num_rows, int slots,
                        Ahead& ahead) {
   const int columns = shape.values.width;
-  if (shape.brgemm && shape.values.bf16 && !shape.values.scaled)
-    begin = for_brgemm_rows(begin, end, [&](int row, int rows) {
-      float* out = s.output.at + size_t(base + row) * columns;
-      for (int r = 0; r < rows; r++)
-        if (s.correction.at[row + r] != 1.0f)
-          for (int c = 0; c < columns; c++) out[size_t(r) * columns + c] *= s.correction.at[row + r];
-      multiply_amx(rows, columns, slots, TILE, columns, true,
-                   reinterpret_cast<const uint16_t*>(s.weights.at) + size_t(row) * TILE, s.tile.at, out);
-    });
   for_row_blocks(begin, end, [&](int row, auto rows) {
     constexpr int MR = decltype(rows)::value;
     float* out = s.output.at + size_t(base + row) * columns;
@@ -355,9 +329,9 @@ KV_INLINE void store_pairs(uint32_t* to, vf a, vf b) {
 
 // Scores of N rows that see [begin, end) become weights in place; the rows' states move on, and their correction factors are
 // set. Rows go side by side, because the steps of one row wait for each other.
-template <int N, bool PAIRED>
-void soften(const Shape& shape, const Places& tile, int32_t begin, int32_t end, float* scores, uint32_t* pairs, float* m,
-            float* l, float* correction, Ahead& next) {
+template <int N, Weights KIND>
+void soften(const Shape& shape, const Places& tile, int32_t begin, int32_t end, float* scores, uint32_t* pairs,
+            size_t half, float* m, float* l, float* correction, Ahead& next) {
   Ahead ahead = next;
   const int vectors = tile.slots / LANES;
   vf s[N][TILE / LANES], highest[N], total[N];
@@ -394,8 +368,10 @@ void soften(const Shape& shape, const Places& tile, int32_t begin, int32_t end, 
       if (v % 2 == 0) ahead.step<1>();
       const vf weight = s[r][v] = exp2(s[r][v] - splat(top[r]));
       total[r] += weight;
-      if constexpr (!PAIRED)
+      if constexpr (KIND == Weights::FLOATS)
         store(scores + r * TILE + v * LANES, weight);
+      else if constexpr (KIND == Weights::HALVES)
+        store_halves(pairs + r * TILE + v * LANES, pairs + half + r * TILE + v * LANES, weight);
       else if (v % 2 == 1)
         store_pairs(pairs + r * (TILE / 2) + v / 2 * 16, s[r][v - 1], weight);
       else if (v + 1 == vectors)
@@ -406,16 +382,20 @@ void soften(const Shape& shape, const Places& tile, int32_t begin, int32_t end, 
   next = ahead;
 }
 
-// The same for the rows [begin, end) of one head, whose states begin at `base`.
-inline void soften_rows(const Shape& shape, const Places& tile, const Scratch& s, int base, int begin, int end, int group,
-                        uint32_t* pairs, float* correction, Ahead& ahead) {
+// The same for the rows [begin, end) of a head's `num_rows`, whose states begin at `base`.
+inline void soften_rows(const Shape& shape, const Places& tile, const Scratch& s, int base, int begin, int end,
+                        int num_rows, int group, uint32_t* pairs, float* correction, Ahead& ahead) {
   for (int r = begin; r < end;) {
     const int q = r / group, rows = std::min((q + 1) * group, end) - r;
     const auto run = [&](auto count) {
       constexpr int N = decltype(count)::value;
-      const auto f = shape.pairs_weights() ? soften<N, true> : soften<N, false>;
-      f(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE, pairs + size_t(r) * (TILE / 2),
-        s.m.at + base + r, s.l.at + base + r, correction + r, ahead);
+      const Weights kind = shape.weights(num_rows);
+      const auto f = kind == Weights::HALVES  ? soften<N, Weights::HALVES>
+                     : kind == Weights::PAIRS ? soften<N, Weights::PAIRS>
+                                              : soften<N, Weights::FLOATS>;
+      f(shape, tile, s.begins.at[q], s.ends.at[q], s.scores.at + size_t(r) * TILE,
+        pairs + size_t(r) * (kind == Weights::HALVES ? TILE : TILE / 2), size_t(num_rows) * TILE, s.m.at + base + r,
+        s.l.at + base + r, correction + r, ahead);
       r += N;
     };
     if (rows >= 4)
@@ -455,6 +435,7 @@ inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, dim = shape.key_dim;
   const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
   const int units = dim / per_unit(shape.key_store.format);
+  if (shape.scores_amx(of_head)) return round_up(dim, DEPTH) / 8;
   if (shape.scores_fixed(of_head)) return rows * (slots / LANES) * (dim / GROUP);
   if (shape.scores_direct(rows)) return few_blocks * (slots / 4) * ((dim + 31) / 32);
   return 8 * (slots / LANES) * ((units + LANES - 1) / LANES) +
@@ -466,6 +447,7 @@ inline int work_of_weights(int slots, int rows) { return rows * ((slots / LANES 
 inline int work_of_values(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
   const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
+  if (shape.mixes_amx(of_head)) return slots / EDGE * (columns / DEPTH);
   if (shape.mixes_fixed(of_head)) return few_blocks * (slots / 4) * (columns / GROUP);
   if (shape.mixes_direct(rows)) return few_blocks * (slots / 2) * ((columns + 63) / 64);
   if (shape.values.bf16) return slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
@@ -479,6 +461,15 @@ inline int scales_at(const Store& store) { return store.dim / per_unit(store.for
 inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int num_rows,
                   Ahead& ahead) {
   const int dim = shape.key_dim, rows = end - begin;
+#if defined(KV_BF16)
+  if (shape.scores_amx(num_rows)) {
+    const int depth = round_up(dim, DEPTH);
+    Sixteen keys[TILE / EDGE];
+    shape.keys.find_sixteens(tile.keys, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), keys);
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base / num_rows) * EDGE * (depth / 2);
+    return scores_amx(queries, keys, depth, num_rows, s.scores.at, ahead);
+  }
+#endif
   if (shape.scores_fixed(num_rows)) {
     pack_scales(tile.keys, tile.slots, scales_at(shape.key_store), dim / GROUP, s.key_scales.at);
     const uint8_t* queries = reinterpret_cast<const uint8_t*>(s.queries.at + size_t(base) * dim);
@@ -523,6 +514,14 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
                 Ahead& ahead) {
   const int dim = shape.value_dim, rows = end - begin;
   if (shape.mixes_fixed(num_rows) && mix_fixed(shape, tile, s, base, begin, end, ahead)) return;
+#if defined(KV_BF16)
+  if (shape.mixes_amx(num_rows)) {
+    Sixteen values[TILE / EDGE];
+    shape.values.find_sixteens(tile.values, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), values);
+    return mix_amx(reinterpret_cast<const uint32_t*>(s.weights.at), num_rows, values, tile.slots,
+                   s.output.at + size_t(base) * shape.values.width, s.correction.at, shape.values.width, ahead);
+  }
+#endif
   const bool direct = shape.mixes_direct(rows);
   if (!direct)
     shape.values.pack(tile.values, ahead, tile.slots, dim, s.tile.at, s.value_scales.at);
@@ -554,13 +553,15 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
   while (first < last && (s.ends.at[first] <= tile.lowest || s.begins.at[first] > tile.highest)) first++;
   while (last > first && (s.ends.at[last - 1] <= tile.lowest || s.begins.at[last - 1] > tile.highest)) last--;
   if (first == last) return;
-  const int begin = first * group, end = last * group, rows = queries * group;
+  const int rows = queries * group;
+  const bool all = shape.mixes_amx(rows);  // rows that see nothing here get weights of zero
+  const int begin = all ? 0 : first * group, end = all ? rows : last * group;
   const int lines = tile.key_lines.num_lines + tile.value_lines.num_lines - lead(tile) + lead(next);
   Ahead ahead(tile.key_lines, tile.value_lines, next.key_lines, next.value_lines, lead(tile), lines,
               work_of_keys(shape, tile.slots, end - begin, rows) + work_of_weights(tile.slots, end - begin) +
                   work_of_values(shape, tile.slots, end - begin, rows));
   score(shape, tile, s, base, begin, end, rows, ahead);
-  soften_rows(shape, tile, s, base, begin, end, group, reinterpret_cast<uint32_t*>(s.weights.at), s.correction.at, ahead);
+  soften_rows(shape, tile, s, base, begin, end, rows, group, reinterpret_cast<uint32_t*>(s.weights.at), s.correction.at, ahead);
   mix(shape, tile, s, base, begin, end, rows, ahead);
 }
 

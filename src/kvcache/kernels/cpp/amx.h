@@ -1,0 +1,275 @@
+// The tile unit of Intel's newer server CPUs (AMX): an instruction adds to 16 x 16 sums the products of 16 rows with 16
+// columns, 32 bf16 values each, in 16 cycles. A core of Granite Rapids does 3.3 TFLOP/s with it, and 0.1 with `dpbf16`.
+//
+//   C [16][16] f32  +=  A [16][32] bf16, rows as they lie  .  B [16 pairs][16 columns] of 2 x bf16
+//
+// Stored keys are a left operand as they lie: scores come out transposed, a slot each row, and no key is ever packed.
+//
+//   scores^T [slots][rows]  =  keys [slots][dim]  .  queries^T [dim/2][rows], which a task packs once
+//
+// Few rows turn their scores back and go on as without AMX (`tile.h`). Values, too, are read as they lie: as a right operand
+// whose pairs are two columns of one slot. What belongs to the first column is multiplied by pairs (weight, 0), what belongs
+// to the second by (0, weight), in other rows of the left operand: eight rows of queries are sixteen of these.
+//
+//   output [2 x 8 rows][width/2]  =  weights [2 x 8 rows][slots]  .  values [slots][width/2]
+//
+// More rows stay in the first form to the end, see `lanes.h`.
+#pragma once
+
+#include <algorithm>
+
+#include "direct.h"
+
+namespace kv {
+
+constexpr int EDGE = 16;   // rows and columns of a tile of the unit
+constexpr int DEPTH = 32;  // values of a product's row
+constexpr int UNIT_FEW = 8;  // rows of a head: above, they go in lanes
+
+// On by `set_amx`, which cpu_build.py calls where the system lets this process use it.
+inline bool use_amx = false;
+
+alignas(64) inline const uint8_t ZERO_ROW[MAX_DIM * 4 + 64] = {};
+
+struct Sixteen {  // bf16 rows of 16 slots, `step` bytes apart
+  const uint8_t* at;
+  int64_t step;
+};
+
+#if defined(KV_BF16)
+
+#if defined(__AMX_BF16__) && !defined(KVCACHE_EMULATE_AMX)
+
+// Written out, because those of GCC 12 do not say which memory they read.
+template <int T>
+KV_INLINE void tile_load(const void* at, int64_t step) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(step), "i"(T) : "memory");
+}
+template <int T>
+KV_INLINE void tile_store(void* at, int64_t step) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(at), "r"(step), "i"(T) : "memory");
+}
+template <int T>
+KV_INLINE void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+template <int C, int A, int B>
+KV_INLINE void tile_dot() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+// While one is alive, all tiles of its thread have 16 rows of 64 bytes.
+class TileUnit {
+ public:
+  explicit TileUnit(bool on) : on(on) {
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shapes;
+    for (int t = 0; t < 8; t++) shapes.row_bytes[t] = 64, shapes.rows[t] = EDGE;
+    if (on) asm volatile("ldtilecfg %0" ::"m"(shapes));
+  }
+  ~TileUnit() {
+    if (on) asm volatile("tilerelease");
+  }
+  TileUnit(const TileUnit&) = delete;
+
+ private:
+  bool on;
+};
+
+#else  // the same on any CPU, slowly, for tests
+
+struct alignas(64) TileRegister {
+  uint32_t rows[EDGE][EDGE];
+};
+inline thread_local TileRegister tile_registers[8];
+
+template <int T>
+void tile_load(const void* at, int64_t step) {
+  for (int i = 0; i < EDGE; i++) std::memcpy(tile_registers[T].rows[i], static_cast<const uint8_t*>(at) + i * step, 64);
+}
+template <int T>
+void tile_store(void* at, int64_t step) {
+  for (int i = 0; i < EDGE; i++) std::memcpy(static_cast<uint8_t*>(at) + i * step, tile_registers[T].rows[i], 64);
+}
+template <int T>
+void tile_zero() {
+  tile_registers[T] = {};
+}
+template <int C, int A, int B>
+void tile_dot() {
+  for (int i = 0; i < EDGE; i++)
+    for (int j = 0; j < EDGE; j++) {
+      float sum = bits<float>(tile_registers[C].rows[i][j]);
+      for (int k = 0; k < EDGE; k++) {
+        const uint32_t a = tile_registers[A].rows[i][k], b = tile_registers[B].rows[k][j];
+        sum += bits<float>(a << 16) * bits<float>(b << 16) + bits<float>(a & 0xffff0000u) * bits<float>(b & 0xffff0000u);
+      }
+      tile_registers[C].rows[i][j] = bits<uint32_t>(sum);
+    }
+}
+
+struct TileUnit {
+  explicit TileUnit(bool) {}
+};
+
+#endif
+
+// --- operands ---------------------------------------------------------------------------------------------------------
+
+// A stored row as bf16, in the order of its values; [round_up(dim, 32)], zeros beyond `dim`. `scales_at`: where the scales
+// of q8_0 and q4_0 stand, which are multiplied in and rounded.
+template <int F>
+KV_INLINE void expand_row(const uint8_t* row, int dim, int scales_at, uint16_t* to) {
+  const auto scale = [&](int d) { return _mm512_set1_ps(f16_to_float(load<uint16_t>(row + scales_at + d / GROUP * 2))); };
+  const auto store_products = [&](int d, __m512i low, __m512i high) {
+    const __m512 a = _mm512_mul_ps(_mm512_cvtepi32_ps(low), scale(d)), b = _mm512_mul_ps(_mm512_cvtepi32_ps(high), scale(d));
+    _mm512_store_si512(to + d, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  };
+  if constexpr (F == BF16)
+    for (int d = 0; d < dim; d += DEPTH) {
+      const __mmask32 mask = dim - d >= DEPTH ? ~0u : (1u << (dim - d)) - 1u;
+      _mm512_store_si512(to + d, _mm512_maskz_loadu_epi16(mask, row + 2 * d));
+    }
+  if constexpr (F == FP8)
+    for (int d = 0; d < dim; d += 2 * DEPTH) {
+      const __mmask64 mask = dim - d >= 2 * DEPTH ? ~0ull : (1ull << (dim - d)) - 1ull;
+      const __m512i lanes = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // so that unpacking gives the values in order
+      __m512i low, high;
+      expand_bytes<F>(_mm512_permutexvar_epi64(lanes, _mm512_maskz_loadu_epi8(mask, row + d)), low, high);
+      _mm512_store_si512(to + d, _mm512_unpacklo_epi8(low, high));
+      if (d + DEPTH < dim) _mm512_store_si512(to + d + DEPTH, _mm512_unpackhi_epi8(low, high));
+    }
+  if constexpr (F == Q8)
+    for (int d = 0; d < dim; d += GROUP) {
+      const __m128i *from = (const __m128i*)(row + d);
+      store_products(d, _mm512_cvtepi8_epi32(_mm_loadu_si128(from)), _mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
+    }
+  if constexpr (F == Q4)
+    for (int d = 0; d < dim; d += GROUP) {
+      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(row + d / 2))), eight = _mm512_set1_epi32(8);
+      store_products(d, _mm512_sub_epi32(_mm512_and_si512(bytes, _mm512_set1_epi32(15)), eight),
+                     _mm512_sub_epi32(_mm512_srli_epi32(bytes, 4), eight));
+    }
+}
+
+// TILE rows as left operands: where they lie, if that will do, else expanded into `buffer` [TILE][round_up(dim, 32)].
+template <int F>
+void find_sixteens(const uint8_t* const* rows, int slots, int dim, uint16_t* buffer, Sixteen* to) {
+  const int width = round_up(dim, DEPTH), scales_at = dim / per_unit(F) * 4;
+  for (int k = 0; k < TILE; k += EDGE, rows += EDGE, to++) {
+    if (k >= slots) {
+      *to = {ZERO_ROW, 0};
+      continue;
+    }
+    const int64_t step = rows[1] - rows[0];
+    bool is_even = F == BF16 && dim == width;
+    for (int i = 2; is_even && i < EDGE; i++) is_even = rows[i] - rows[0] == i * step;
+    uint16_t* packed = buffer + size_t(k) * width;
+    if (!is_even)
+      for (int i = 0; i < EDGE; i++) expand_row<F>(rows[i], dim, scales_at, packed + size_t(i) * width);
+    *to = is_even ? Sixteen{rows[0], step} : Sixteen{reinterpret_cast<const uint8_t*>(packed), width * 2};
+  }
+}
+
+// Right operands from `count` <= 16 rows of bf16 [width], the others zero: to[width / 32][16 pairs][16 rows].
+inline void pack_columns(const uint16_t* rows, int count, int width, uint32_t* to) {
+  for (int d = 0; d < width; d += DEPTH) {
+    vu t[EDGE];
+    for (int i = 0; i < EDGE; i++) t[i] = i < count ? load<vu>(rows + size_t(i) * width + d) : vu{};
+    transpose(t);
+    for (int i = 0; i < EDGE; i++, to += EDGE) store(to, t[i]);
+  }
+}
+
+// --- few rows ---------------------------------------------------------------------------------------------------------
+
+// scores[r][TILE] = keys . queries for `num_rows` <= 16 rows that `pack_columns` packed. Fetches as many lines as it reads.
+inline void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num_rows, float* scores, Ahead& next) {
+  Ahead ahead = next;
+  alignas(64) float turned[TILE][EDGE];
+  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  for (int d = 0; d < depth; d += DEPTH, queries += EDGE * EDGE) {
+    tile_load<4>(queries, 64);
+    tile_load<5>(keys[0].at + 2 * d, keys[0].step), tile_dot<0, 5, 4>();
+    ahead.fetch<EDGE>();
+    tile_load<6>(keys[1].at + 2 * d, keys[1].step), tile_dot<1, 6, 4>();
+    ahead.fetch<EDGE>();
+    tile_load<5>(keys[2].at + 2 * d, keys[2].step), tile_dot<2, 5, 4>();
+    ahead.fetch<EDGE>();
+    tile_load<6>(keys[3].at + 2 * d, keys[3].step), tile_dot<3, 6, 4>();
+    ahead.fetch<EDGE>();
+  }
+  tile_store<0>(turned[0], 64), tile_store<1>(turned[16], 64), tile_store<2>(turned[32], 64), tile_store<3>(turned[48], 64);
+  for (int r = 0; r < num_rows; r += 4)
+    for (int k = 0; k < TILE; k += EDGE) {
+      __m512 v[4];  // part p of v[i]: four rows of slot i + 4 * p
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        const float* from = turned[k + i] + r;
+        v[i] = _mm512_castps128_ps512(_mm_load_ps(from));
+        v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x00f0, _mm_load_ps(from + 4 * EDGE));
+        v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0f00, _mm_load_ps(from + 8 * EDGE));
+        v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xf000, _mm_load_ps(from + 12 * EDGE));
+      }
+      const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
+      const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
+      const __m512d out[4] = {_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b), _mm512_unpacklo_pd(c, d),
+                              _mm512_unpackhi_pd(c, d)};
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+        if (r + i < num_rows) _mm512_store_ps(scores + (r + i) * TILE + k, _mm512_castpd_ps(out[i]));
+    }
+  next = ahead;
+}
+
+// The weight of a slot twice, as the first and as the second of a pair whose other half is 0.
+KV_INLINE void store_halves(uint32_t* first, uint32_t* second, vf weights) {
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weights));
+  _mm512_store_si512(first, low);
+  _mm512_store_si512(second, _mm512_slli_epi32(low, 16));
+}
+
+// out[r] = out[r] * correction[r] + weights . values for `num_rows` <= 8 rows. weights [2 * num_rows][TILE], of which 16 rows
+// are read: those of `store_halves`, all first ones and then all second ones. Columns come as `value_order` has those of fp8.
+// Fetches as many lines as it reads.
+inline void mix_amx(const uint32_t* weights, int num_rows, const Sixteen* values, int slots, float* out,
+                    const float* correction, int columns, Ahead& next) {
+  Ahead ahead = next;
+  alignas(64) float sums[4][EDGE][EDGE];
+  for (int c = 0; c < columns; c += 4 * DEPTH) {
+    const int blocks = std::min(4, (columns - c) / DEPTH);
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    for (int g = 0; g < slots / EDGE; g++) {
+      const uint8_t* at = values[g].at + 2 * c;
+      tile_load<4>(weights + g * EDGE, 4 * TILE);
+      tile_load<5>(at, values[g].step), tile_dot<0, 4, 5>();
+      ahead.fetch<EDGE>();
+      if (blocks == 1) continue;
+      tile_load<6>(at + 64, values[g].step), tile_dot<1, 4, 6>();
+      ahead.fetch<EDGE>();
+      if (blocks == 2) continue;
+      tile_load<5>(at + 128, values[g].step), tile_dot<2, 4, 5>();
+      ahead.fetch<EDGE>();
+      if (blocks == 3) continue;
+      tile_load<6>(at + 192, values[g].step), tile_dot<3, 4, 6>();
+      ahead.fetch<EDGE>();
+    }
+    tile_store<0>(sums[0], 64), tile_store<1>(sums[1], 64), tile_store<2>(sums[2], 64), tile_store<3>(sums[3], 64);
+    for (int r = 0; r < num_rows; r++) {
+      const __m512 factor = _mm512_set1_ps(correction[r]);
+      float* to = out + size_t(r) * columns + c;
+      for (int b = 0; b < blocks; b++, to += DEPTH) {
+        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), factor, _mm512_load_ps(sums[b][r])));
+        _mm512_store_ps(to + EDGE, _mm512_fmadd_ps(_mm512_load_ps(to + EDGE), factor, _mm512_load_ps(sums[b][num_rows + r])));
+      }
+    }
+  }
+  next = ahead;
+}
+
+#endif
+
+}  // namespace kv
