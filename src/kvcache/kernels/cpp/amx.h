@@ -17,6 +17,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "direct.h"
 
@@ -123,9 +124,12 @@ struct TileUnit {
 // of q8_0 and q4_0 stand, which are multiplied in and rounded.
 template <int F>
 KV_INLINE void expand_row(const uint8_t* row, int dim, int scales_at, uint16_t* to) {
-  const auto scale = [&](int d) { return _mm512_set1_ps(f16_to_float(load<uint16_t>(row + scales_at + d / GROUP * 2))); };
+  const auto scale = [&](int d) {
+    return _mm512_cvtph_ps(_mm256_set1_epi16(load<int16_t>(row + scales_at + d / GROUP * 2)));
+  };
   const auto store_products = [&](int d, __m512i low, __m512i high) {
-    const __m512 a = _mm512_mul_ps(_mm512_cvtepi32_ps(low), scale(d)), b = _mm512_mul_ps(_mm512_cvtepi32_ps(high), scale(d));
+    const __m512 factor = scale(d);
+    const __m512 a = _mm512_mul_ps(_mm512_cvtepi32_ps(low), factor), b = _mm512_mul_ps(_mm512_cvtepi32_ps(high), factor);
     _mm512_store_si512(to + d, (__m512i)_mm512_cvtne2ps_pbh(b, a));
   };
   if constexpr (F == BF16)
@@ -157,7 +161,8 @@ KV_INLINE void expand_row(const uint8_t* row, int dim, int scales_at, uint16_t* 
 
 // TILE rows as left operands: where they lie, if that will do, else expanded into `buffer` [TILE][round_up(dim, 32)].
 template <int F>
-void find_sixteens(const uint8_t* const* rows, int slots, int dim, uint16_t* buffer, Sixteen* to) {
+void find_sixteens(const uint8_t* const* rows, int slots, int dim, uint16_t* buffer, Sixteen* to, Ahead& next) {
+  Ahead ahead = next;
   const int width = round_up(dim, DEPTH), scales_at = dim / per_unit(F) * 4;
   for (int k = 0; k < TILE; k += EDGE, rows += EDGE, to++) {
     if (k >= slots) {
@@ -169,9 +174,15 @@ void find_sixteens(const uint8_t* const* rows, int slots, int dim, uint16_t* buf
     for (int i = 2; is_even && i < EDGE; i++) is_even = rows[i] - rows[0] == i * step;
     uint16_t* packed = buffer + size_t(k) * width;
     if (!is_even)
-      for (int i = 0; i < EDGE; i++) expand_row<F>(rows[i], dim, scales_at, packed + size_t(i) * width);
+      for (int i = 0; i < EDGE; i++) {
+        ahead.step<1>();
+        expand_row<F>(rows[i], dim, scales_at, packed + size_t(i) * width);
+      }
+    else
+      ahead.step<EDGE>();
     *to = is_even ? Sixteen{rows[0], step} : Sixteen{reinterpret_cast<const uint8_t*>(packed), width * 2};
   }
+  next = ahead;
 }
 
 // Right operands from `count` <= 16 rows of bf16 [width], the others zero: to[width / 32][16 pairs][16 rows].
@@ -186,25 +197,49 @@ inline void pack_columns(const uint16_t* rows, int count, int width, uint32_t* t
 
 // --- few rows ---------------------------------------------------------------------------------------------------------
 
-// scores[r][TILE] = keys . queries for `num_rows` <= 16 rows that `pack_columns` packed. Fetches as many lines as it reads.
-inline void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num_rows, float* scores, Ahead& next) {
+// scores[r][TILE] = keys . queries for `num_rows` <= 16 rows that `pack_columns` packed. FETCH: three quarters and an eighth of
+// as many lines are fetched as are read here, evenly; who calls fetches the rest beside `soften`. Without it `ahead` paces.
+template <bool FETCH>
+void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num_rows, float* scores, Ahead& next) {
   Ahead ahead = next;
+  const auto fetch = [&](auto lines) {
+    if constexpr (FETCH)
+      ahead.template fetch<decltype(lines)::value>();
+    else
+      ahead.template step<decltype(lines)::value / 4>();
+  };
   alignas(64) float turned[TILE][EDGE];
-  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-  for (int d = 0; d < depth; d += DEPTH, queries += EDGE * EDGE) {
-    tile_load<4>(queries, 64);
-    tile_load<5>(keys[0].at + 2 * d, keys[0].step), tile_dot<0, 5, 4>();
-    ahead.fetch<EDGE>();
-    tile_load<6>(keys[1].at + 2 * d, keys[1].step), tile_dot<1, 6, 4>();
-    ahead.fetch<EDGE>();
-    tile_load<5>(keys[2].at + 2 * d, keys[2].step), tile_dot<2, 5, 4>();
-    ahead.fetch<EDGE>();
-    tile_load<6>(keys[3].at + 2 * d, keys[3].step), tile_dot<3, 6, 4>();
-    ahead.fetch<EDGE>();
+  // Sixteen slots after the other, as they lie in memory; while one waits for its sum the next begins. The queries stay in
+  // their tiles as far as there are tiles.
+  const auto load_queries = [&](int d) {
+    tile_load<4>(queries + d / 2 * EDGE, 64);
+    if (d + DEPTH < depth) tile_load<5>(queries + (d + DEPTH) / 2 * EDGE, 64);
+    if (d + 2 * DEPTH < depth) tile_load<6>(queries + (d + 2 * DEPTH) / 2 * EDGE, 64);
+    if (d + 3 * DEPTH < depth) tile_load<7>(queries + (d + 3 * DEPTH) / 2 * EDGE, 64);
+  };
+  const auto score = [&](const Sixteen& rows, float* to, auto half) {
+    constexpr int C = decltype(half)::value;
+    const auto add = [&](int d, auto part) {
+      if (d >= depth) return;
+      tile_load<2 + C>(rows.at + 2 * d, rows.step), tile_dot<C, 2 + C, 4 + decltype(part)::value>();
+      fetch(std::integral_constant<int, 12>());
+    };
+    tile_zero<C>();
+    for (int d = 0; d < depth; d += 4 * DEPTH) {
+      if (depth > 4 * DEPTH) load_queries(d);
+      add(d, std::integral_constant<int, 0>()), add(d + DEPTH, std::integral_constant<int, 1>());
+      add(d + 2 * DEPTH, std::integral_constant<int, 2>()), add(d + 3 * DEPTH, std::integral_constant<int, 3>());
+    }
+    tile_store<C>(to, 64);
+  };
+  load_queries(0);
+  for (int k = 0; k < TILE; k += 2 * EDGE, keys += 2) {
+    score(keys[0], turned[k], std::integral_constant<int, 0>());
+    score(keys[1], turned[k + EDGE], std::integral_constant<int, 1>());
   }
-  tile_store<0>(turned[0], 64), tile_store<1>(turned[16], 64), tile_store<2>(turned[32], 64), tile_store<3>(turned[48], 64);
   for (int r = 0; r < num_rows; r += 4)
     for (int k = 0; k < TILE; k += EDGE) {
+      if (FETCH && r == 0) ahead.fetch(depth / 16);
       __m512 v[4];  // part p of v[i]: four rows of slot i + 4 * p
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
@@ -225,19 +260,19 @@ inline void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, 
   next = ahead;
 }
 
-// The weight of a slot twice, as the first and as the second of a pair whose other half is 0.
-KV_INLINE void store_halves(uint32_t* first, uint32_t* second, vf weights) {
-  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weights));
-  _mm512_store_si512(first, low);
-  _mm512_store_si512(second, _mm512_slli_epi32(low, 16));
-}
-
 // out[r] = out[r] * correction[r] + weights . values for `num_rows` <= 8 rows. weights [2 * num_rows][TILE], of which 16 rows
 // are read: those of `store_halves`, all first ones and then all second ones. Columns come as `value_order` has those of fp8.
-// Fetches as many lines as it reads.
-inline void mix_amx(const uint32_t* weights, int num_rows, const Sixteen* values, int slots, float* out,
-                    const float* correction, int columns, Ahead& next) {
+// FETCH: as many lines are fetched as are read.
+template <bool FETCH>
+void mix_amx(const uint32_t* weights, int num_rows, const Sixteen* values, int slots, float* out, const float* correction,
+             int columns, Ahead& next) {
   Ahead ahead = next;
+  const auto fetch = [&](auto lines) {
+    if constexpr (FETCH)
+      ahead.template fetch<decltype(lines)::value>();
+    else
+      ahead.template step<decltype(lines)::value / 4>();
+  };
   alignas(64) float sums[4][EDGE][EDGE];
   for (int c = 0; c < columns; c += 4 * DEPTH) {
     const int blocks = std::min(4, (columns - c) / DEPTH);
@@ -246,22 +281,23 @@ inline void mix_amx(const uint32_t* weights, int num_rows, const Sixteen* values
       const uint8_t* at = values[g].at + 2 * c;
       tile_load<4>(weights + g * EDGE, 4 * TILE);
       tile_load<5>(at, values[g].step), tile_dot<0, 4, 5>();
-      ahead.fetch<EDGE>();
+      fetch(std::integral_constant<int, 14>());
       if (blocks == 1) continue;
       tile_load<6>(at + 64, values[g].step), tile_dot<1, 4, 6>();
-      ahead.fetch<EDGE>();
+      fetch(std::integral_constant<int, 14>());
       if (blocks == 2) continue;
       tile_load<5>(at + 128, values[g].step), tile_dot<2, 4, 5>();
-      ahead.fetch<EDGE>();
+      fetch(std::integral_constant<int, 14>());
       if (blocks == 3) continue;
       tile_load<6>(at + 192, values[g].step), tile_dot<3, 4, 6>();
-      ahead.fetch<EDGE>();
+      fetch(std::integral_constant<int, 14>());
     }
     tile_store<0>(sums[0], 64), tile_store<1>(sums[1], 64), tile_store<2>(sums[2], 64), tile_store<3>(sums[3], 64);
     for (int r = 0; r < num_rows; r++) {
       const __m512 factor = _mm512_set1_ps(correction[r]);
       float* to = out + size_t(r) * columns + c;
       for (int b = 0; b < blocks; b++, to += DEPTH) {
+        if (r == 0) fetch(std::integral_constant<int, 8>());
         _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), factor, _mm512_load_ps(sums[b][r])));
         _mm512_store_ps(to + EDGE, _mm512_fmadd_ps(_mm512_load_ps(to + EDGE), factor, _mm512_load_ps(sums[b][num_rows + r])));
       }

@@ -28,7 +28,8 @@ namespace kv {
 constexpr int CHUNK = 512;      // slots, at least; a multiple of TILE
 constexpr int MOST_CHUNK = 2048;
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
-constexpr int TASK_ROWS = 1024;  // rows of a task at most (but one query at least): scores and output stay in L2
+constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
+constexpr int LANES_VALUES = 1 << 17;  // of a task's output in lanes: what a tile unit computes with comes from L2 as well
 
 struct Problem {
   Store keys, values;
@@ -56,7 +57,7 @@ struct Item {
   int64_t chunk_begin, chunk_end, cost;
 };
 
-struct Work : Scratch {
+struct Work : Scratch {  // what a thread works in
 #if defined(KV_BF16)
   Lanes lanes;
 #endif
@@ -105,7 +106,8 @@ class Attention {
   // The queries of a segment and what they see, cut into tasks that have no heads yet.
   void plan_segment(int index, std::vector<Task>& parts) const {
     const Segment& segment = p.segments[index];
-    const int queries_per_task = std::max(1, TASK_ROWS / p.group);
+    const int most = shape.has_unit() ? std::max(TASK_ROWS, LANES_VALUES / shape.values.width) : TASK_ROWS;
+    const int queries_per_task = std::max(1, most / p.group);
     for (int64_t q = 0; q < segment.num_rows; q += queries_per_task) {
       const int64_t end = std::min<int64_t>(q + queries_per_task, segment.num_rows);
       int64_t lowest = std::numeric_limits<int32_t>::max(), highest = 0;
@@ -217,13 +219,6 @@ class Attention {
     float* to = s.queries.at;
     float values[MAX_DIM];
     uint16_t* to_bf16 = reinterpret_cast<uint16_t*>(s.queries.at);
-#if defined(KV_BF16)
-    const bool in_lanes = shape.in_lanes(rows_of_head(task));
-    const int depth = round_up(dim, DEPTH);
-    uint32_t* turned = in_lanes ? s.lanes.queries.at : nullptr;
-    if (shape.scores_amx(rows_of_head(task))) turned = reinterpret_cast<uint32_t*>(to);
-    alignas(64) uint16_t turned_rows[EDGE * MAX_DIM] = {};
-#endif
     s.seen_by_all = {0, std::numeric_limits<int32_t>::max()};
     for (int q = task.query_begin; q < task.query_end; q++) {
       s.begins.at[q - task.query_begin] = std::max(p.begins[segment.rows[q]], 0);  // an empty slot has position -1
@@ -231,24 +226,19 @@ class Attention {
       s.seen_by_all.begin = std::max(s.seen_by_all.begin, p.begins[segment.rows[q]]);
       s.seen_by_all.end = std::min(s.seen_by_all.end, p.ends[segment.rows[q]]);
     }
+    unite(s.begins.at, s.ends.at, task.query_end - task.query_begin, s.seen);
+#if defined(KV_BF16)
+    const int num_rows = rows_of_head(task);
+    if (shape.in_lanes(num_rows)) {
+      s.lanes.set_sights(s.begins.at, s.ends.at, num_rows, p.group);
+      return pack_columns_of(task, BANDS * EDGE, s.lanes.queries.at);
+    }
+    if (shape.scores_amx(num_rows)) return pack_columns_of(task, EDGE, reinterpret_cast<uint32_t*>(s.queries.at));
+#endif
     for (int h = task.head_begin; h < task.head_end; h++)
       for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
         const int64_t row = segment.rows[task.query_begin + r / p.group];
         const int64_t at = row * p.queries.row_stride + (int64_t(h) * p.group + r % p.group) * p.queries.head_stride;
-#if defined(KV_BF16)
-        if (turned != nullptr) {
-          const int place = r % EDGE, count = place + 1;
-          std::memcpy(turned_rows + place * depth, static_cast<const uint16_t*>(p.queries.base) + at, size_t(dim) * 2);
-          if (count < EDGE && r + 1 < rows_of_head(task)) continue;
-          pack_columns(turned_rows, count, depth, turned);
-          turned += depth / 2 * EDGE;
-          if (in_lanes && r + 1 == rows_of_head(task) && (r / EDGE + 1) % BANDS != 0) {
-            std::fill_n(turned, depth / 2 * EDGE, 0);
-            turned += depth / 2 * EDGE;
-          }
-          continue;
-        }
-#endif
         read_row(p.queries.base, at, p.queries.format, dim, values);
         if (shape.scores_fixed(rows_of_head(task)))
           shape.keys.pack_query(values, dim, reinterpret_cast<uint8_t*>(to));
@@ -257,11 +247,27 @@ class Attention {
         else
           for (int i = 0; i < dim; i++) to[i] = values[order[i]];
       }
-#if defined(KV_BF16)
-    if (in_lanes) s.lanes.set_sights(s.begins.at, s.ends.at, rows_of_head(task), p.group);
-#endif
-    unite(s.begins.at, s.ends.at, task.query_end - task.query_begin, s.seen);
   }
+
+#if defined(KV_BF16)
+  // The queries as the tile unit wants them, sixteen rows at a time; heads begin at multiples of `align` rows.
+  void pack_columns_of(const Task& task, int align, uint32_t* to) const {
+    const Segment& segment = p.segments[task.segment];
+    const uint16_t* queries = static_cast<const uint16_t*>(p.queries.base);
+    const int depth = round_up(shape.key_dim, DEPTH), num_rows = rows_of_head(task);
+    alignas(64) uint16_t rows[EDGE * MAX_DIM] = {};  // [16][depth], zeros beyond the values
+    for (int h = task.head_begin; h < task.head_end; h++)
+      for (int begin = 0; begin < round_up(num_rows, align); begin += EDGE, to += depth / 2 * EDGE) {
+        const int count = std::clamp(num_rows - begin, 0, EDGE);
+        for (int r = begin; r < begin + count; r++) {
+          const int64_t row = segment.rows[task.query_begin + r / p.group], head = int64_t(h) * p.group + r % p.group;
+          const uint16_t* from = queries + row * p.queries.row_stride + head * p.queries.head_stride;
+          std::copy_n(from, shape.key_dim, rows + (r - begin) * depth);
+        }
+        pack_columns(rows, count, depth, to);
+      }
+  }
+#endif
 
   // The way through a chunk, in the order of memory: a *unit* of slots (a block, or a tile where blocks are smaller) with
   // all heads, then the next; within a unit head by head; within a head tile by tile.

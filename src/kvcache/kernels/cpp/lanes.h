@@ -209,17 +209,17 @@ inline void run_tile_lanes(const Shape& shape, const Tile& tile, const Tile& nex
   while (last > first && !sees(last - BANDS)) last -= BANDS;
   if (first == last) return;
   Ahead ahead(tile.key_lines, tile.value_lines, next.key_lines, next.value_lines, lead(tile),
-              tile.key_lines.num_lines + tile.value_lines.num_lines - lead(tile) + lead(next), (last - first) / BANDS);
+              tile.key_lines.num_lines + tile.value_lines.num_lines - lead(tile) + lead(next), 2 * tile.slots + (last - first) / BANDS * 16);
   Sixteen keys[TILE / EDGE], values[TILE / EDGE];
-  shape.keys.find_sixteens(tile.keys, tile.slots, shape.key_dim, lanes.keys.at, keys);
-  shape.values.find_sixteens(tile.values, tile.slots, shape.value_dim, lanes.stored_values.at, values);
+  shape.keys.find_sixteens(tile.keys, tile.slots, shape.key_dim, lanes.keys.at, keys, ahead);
+  shape.values.find_sixteens(tile.values, tile.slots, shape.value_dim, lanes.stored_values.at, values, ahead);
   turn_values(values, width, lanes.values.at);
   const bool is_plain = shape.softcap == 0.0f && shape.scale > 0.0f;
   const size_t base = size_t(head) * lanes.bands, stride = size_t(depth) / 2 * EDGE;
   const auto scores = [&](int b) { return lanes.scores.at + size_t(b / BANDS % 2) * BANDS * TILE * EDGE; };
   score_bands(keys, lanes.queries.at + (base + first) * stride, stride, depth, scores(first));
   for (int b = first; b < last; b += BANDS) {
-    ahead.step<1>();
+    ahead.step<16>();
     if (b + BANDS < last)
       score_bands(keys, lanes.queries.at + (base + b + BANDS) * stride, stride, depth, scores(b + BANDS));
     for (int i = 0; i < BANDS; i++) {

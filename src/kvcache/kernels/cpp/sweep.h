@@ -66,8 +66,7 @@ inline void link(DirectSweep& sweep, DirectSweep& next) {
   }
 }
 
-template <class R, int N>
-int lead(const Sweep<R, N>& sweep) { return std::min(DISTANCE, sweep.keys.num_lines + sweep.values.num_lines); }
+inline int lead(const DirectSweep& sweep) { return std::min(DISTANCE, sweep.keys.num_lines + sweep.values.num_lines); }
 
 inline const Places ALL_SEEN = {{}, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(), TILE, true};
 
@@ -104,10 +103,7 @@ inline void run_sweep(const Shape& shape, const DirectSweep& sweep, const Direct
 }
 
 #if defined(KV_BF16)
-// The same with the tile unit, which wants sixteen rows at one distance. One sweep's keys are as much as fits half of the
-// second-level cache.
-
-
+// The same with the tile unit, which wants sixteen rows at one distance.
 struct Sixteens {
   Sixteen of[TILE / EDGE];
 };
@@ -129,6 +125,8 @@ void find_whole(const Segment& segment, const Store& store, int64_t block_size, 
 
 inline void link(UnitSweep&, UnitSweep&) {}
 
+inline int lead(const UnitSweep& sweep) { return std::min(UNIT_DISTANCE, sweep.keys.num_lines); }
+
 inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSweep& next, int first_head, int queries, int group,
                       const Scratch& s) {
   const int rows = queries * group, dim = shape.key_dim, width = shape.values.width;
@@ -138,14 +136,16 @@ inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSwee
   for (int i = 0; i < sweep.count; i++) {
     const Whole<Sixteens>& tile = sweep.tiles[i];
     const int head = tile.head - first_head;
-    scores_amx(packed + size_t(head) * EDGE * (dim / 2), tile.keys.of, dim, rows, s.scores.at, ahead);
+    scores_amx<true>(packed + size_t(head) * EDGE * (dim / 2), tile.keys.of, dim, rows, s.scores.at, ahead);
+    ahead.fetch(dim / 8);
     soften_rows(shape, ALL_SEEN, s, head * rows, 0, rows, rows, group, weights + size_t(i) * 2 * rows * TILE,
                 s.correction.at + i * rows, ahead);
+    ahead.fetch(dim / 8);
   }
   for (int i = 0; i < sweep.count; i++) {
     const Whole<Sixteens>& tile = sweep.tiles[i];
-    mix_amx(weights + size_t(i) * 2 * rows * TILE, rows, tile.values.of, TILE,
-            s.output.at + size_t(tile.head - first_head) * rows * width, s.correction.at + i * rows, width, ahead);
+    mix_amx<true>(weights + size_t(i) * 2 * rows * TILE, rows, tile.values.of, TILE,
+                  s.output.at + size_t(tile.head - first_head) * rows * width, s.correction.at + i * rows, width, ahead);
   }
 }
 #endif

@@ -44,7 +44,7 @@ template <class R>
 using MixDirect = void (*)(const uint32_t*, size_t, R, int, float*, const float*, int, int, Ahead&);
 using PackQuery = void (*)(const float*, int, uint8_t*);
 using ScoreFixed = void (*)(const uint8_t*, const uint8_t* const*, const float*, float*, int, int, Ahead&);
-using FindSixteens = void (*)(const uint8_t* const*, int, int, uint16_t*, Sixteen*);
+using FindSixteens = void (*)(const uint8_t* const*, int, int, uint16_t*, Sixteen*, Ahead&);
 using MixFixed = void (*)(const uint8_t*, const float*, const uint8_t* const*, int, float*, const float*, int, Ahead&);
 
 // How one side is read: by which product, in which order, with which packer.
@@ -327,6 +327,15 @@ KV_INLINE void store_pairs(uint32_t* to, vf a, vf b) {
 #endif
 }
 
+// The weight of a slot twice, as the first and as the second of a bf16 pair whose other half is 0.
+KV_INLINE void store_halves(uint32_t* first, uint32_t* second, vf weights) {
+#if defined(KV_BF16)
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)weights));
+  _mm512_store_si512(first, low);
+  _mm512_store_si512(second, _mm512_slli_epi32(low, 16));
+#endif
+}
+
 // Scores of N rows that see [begin, end) become weights in place; the rows' states move on, and their correction factors are
 // set. Rows go side by side, because the steps of one row wait for each other.
 template <int N, Weights KIND>
@@ -435,7 +444,7 @@ inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, dim = shape.key_dim;
   const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
   const int units = dim / per_unit(shape.key_store.format);
-  if (shape.scores_amx(of_head)) return round_up(dim, DEPTH) / 8;
+  if (shape.scores_amx(of_head)) return slots + round_up(dim, DEPTH) / 2;
   if (shape.scores_fixed(of_head)) return rows * (slots / LANES) * (dim / GROUP);
   if (shape.scores_direct(rows)) return few_blocks * (slots / 4) * ((dim + 31) / 32);
   return 8 * (slots / LANES) * ((units + LANES - 1) / LANES) +
@@ -447,7 +456,7 @@ inline int work_of_weights(int slots, int rows) { return rows * ((slots / LANES 
 inline int work_of_values(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
   const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
-  if (shape.mixes_amx(of_head)) return slots / EDGE * (columns / DEPTH);
+  if (shape.mixes_amx(of_head)) return slots + columns / 2;
   if (shape.mixes_fixed(of_head)) return few_blocks * (slots / 4) * (columns / GROUP);
   if (shape.mixes_direct(rows)) return few_blocks * (slots / 2) * ((columns + 63) / 64);
   if (shape.values.bf16) return slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
@@ -465,9 +474,9 @@ inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int ba
   if (shape.scores_amx(num_rows)) {
     const int depth = round_up(dim, DEPTH);
     Sixteen keys[TILE / EDGE];
-    shape.keys.find_sixteens(tile.keys, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), keys);
+    shape.keys.find_sixteens(tile.keys, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), keys, ahead);
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base / num_rows) * EDGE * (depth / 2);
-    return scores_amx(queries, keys, depth, num_rows, s.scores.at, ahead);
+    return scores_amx<false>(queries, keys, depth, num_rows, s.scores.at, ahead);
   }
 #endif
   if (shape.scores_fixed(num_rows)) {
@@ -517,8 +526,8 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
 #if defined(KV_BF16)
   if (shape.mixes_amx(num_rows)) {
     Sixteen values[TILE / EDGE];
-    shape.values.find_sixteens(tile.values, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), values);
-    return mix_amx(reinterpret_cast<const uint32_t*>(s.weights.at), num_rows, values, tile.slots,
+    shape.values.find_sixteens(tile.values, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), values, ahead);
+    return mix_amx<false>(reinterpret_cast<const uint32_t*>(s.weights.at), num_rows, values, tile.slots,
                    s.output.at + size_t(base) * shape.values.width, s.correction.at, shape.values.width, ahead);
   }
 #endif
