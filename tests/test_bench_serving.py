@@ -98,3 +98,22 @@ def test_a_peer_without_its_package_is_absent(monkeypatch: pytest.MonkeyPatch) -
         _, notes = serving._peers(serving._Prompts(FAMILIES["llama"].build()), stack)
     assert "refuses 'hello': " in notes[0]
     assert "refuses 'hello': ImportError: No module named 'llama_cpp'" in notes[1]
+
+
+def test_a_peer_that_dies_is_lost_and_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KVCACHE_VLLM_PYTHON", raising=False)
+    dies = tmp_path / "python"
+    answers = ('{"version": "0.3"}', '{"seconds": 0.1}', '{"seconds": 0.1}')
+    lines = "".join(f"read line\necho '{answer}'\n" for answer in answers)
+    dies.write_text(f"#!/bin/sh\n{lines}read line\necho illegal instruction >&2\nexit 4\n")
+    dies.chmod(dies.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("KVCACHE_LLAMA_PYTHON", str(dies))
+    prompts = serving._Prompts(FAMILIES["llama"].build())
+    with ExitStack() as stack:
+        peers, _ = serving._peers(prompts, stack)
+        ours = EngineContender(stack.enter_context(prompts.engine()))
+        table = serving._speed((ours, *peers), WORKLOADS, prompts, 2, ())
+    assert [row[2] for row in table.rows] == [None, None] and [row[4] for row in table.rows] == [None, None]
+    assert all(isinstance(row[1], float) for row in table.rows)
+    assert table.notes == (f"{LLAMA} was lost among one: its process ended: illegal instruction",)

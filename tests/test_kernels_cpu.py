@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,12 @@ from kvcache.kernels.rope import rope_shift
 BACKEND = backends.create("torch")
 
 
-@pytest.fixture(params=["native", "avx512", "avx2", "scalar"])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every path of the C++ that this machine can run."""
+@pytest.fixture(params=["native", "turned", "avx512", "avx2", "scalar"])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every path of the C++ that this machine can run; `turned`: without AMX where there is one, and with it elsewhere,
+    where plain loops stand for the unit."""
     name = str(request.param)
-    monkeypatch.setenv("KVCACHE_ISA", "" if name == "native" else name)
+    monkeypatch.setenv("KVCACHE_ISA", "" if name in ("native", "turned") else name)
     try:
         found = cpu_build.build().isa
     except NotSupported as error:
@@ -52,7 +54,13 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if name == "avx2" and found != "avx2":
         pytest.skip("this CPU has no AVX2")
     assert name != "avx512" or found == "avx512"
-    return name
+    operators = cpu_build.operators()
+    before = operators.uses_amx()
+    operators.set_amx(before != (name == "turned"))
+    if name == "turned" and operators.uses_amx() == before:
+        pytest.skip("needs bf16 products in this CPU")
+    yield name
+    operators.set_amx(before)
 
 
 def attend(world: World, dtype: str, format_names: tuple[str, str], **options: Any) -> tuple[Any, Any]:
@@ -107,7 +115,14 @@ QUANTISED = [("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q4_0", "q8_0")]
 
 def hard_world(kind: str, head_dim: int) -> World:
     """Rows that integers with one scale per group hold badly, in long contexts and awkward spans."""
-    sequences = [decode(1200), decode(300, window=90), decode(300, holes=100), decode(3), prefill(150, 2)]
+    sequences = [
+        decode(1200),
+        decode(300, window=90),
+        decode(300, holes=100),
+        decode(3),
+        prefill(150, 2),
+        prefill(150, 20),
+    ]
     world = make_world(Shape(1, 4, head_dim, head_dim, 16), sequences, seed=13)
     for side, rows in enumerate((world.keys, world.values, world.queries)):
         if kind == "one huge value in each group":
@@ -158,7 +173,7 @@ def test_foreign_scales(isa: str, dtype: str) -> None:
     keys.array[1::3, :, :, 7] = values.array[1::3, :, :, 9] = 128
     exact = [to_numpy(queries), decoded(keys, world.seen_slots), decoded(values, world.seen_slots)]
     seen = run()
-    # Where keys and values are expanded to bf16, -128 reads as -127.
+    # Where keys and values become bf16 by a table, -128 reads as -127.
     assert error(seen, naive(*exact, world.visible, scale=0.125)) < (2e-6 if dtype == "f32" else 1e-2)
     first, second = world.batch.segments
     for side, scale in enumerate(scales):
@@ -221,28 +236,36 @@ def test_whole_tiles_among_ragged_ones(isa: str, block_size: int, group: int, di
         assert error(*attend(world, "bf16", names, softcap=8.0, sinks=sinks)) < 1e-2, names
 
 
-def test_products_of_the_tile_unit() -> None:
-    """The path of CPUs with AMX; elsewhere plain loops stand for the unit."""
-    cpu_build.build()
-    operators = cpu_build.operators()
-    before = operators.uses_amx()
-    operators.set_amx(True)
-    if not operators.uses_amx():
-        pytest.skip("needs bf16 products in this CPU")
-    try:
-        for names in (("bf16", "bf16"), ("fp8_e4m3", "q8_0"), ("q4_0", "bf16")):
-            dims = 96, 80 if "q8_0" not in names else 64
-            for seed, num_queries in enumerate((70, 64, 93)):  # whole and broken bands of rows
-                sequences = [prefill(150, num_queries), *MIXED]
-                world = rounded(make_world(Shape(2, 4, *dims, 16), sequences, seed=seed), "bf16")
-                seen = {}
-                for on in (True, False):
-                    operators.set_amx(on)
-                    seen[on], expected = attend(world, "bf16", names)
-                    assert error(seen[on], expected) < 1e-2
-                assert error(seen[True], seen[False]) < 1e-2
-    finally:
-        operators.set_amx(before)
+@pytest.mark.parametrize(
+    "names", [("bf16", "bf16"), ("fp8_e4m3", "q8_0"), ("q4_0", "bf16"), ("f16", "bf16"), ("bf16", "f32")]
+)
+def test_rows_in_lanes(isa: str, names: tuple[str, str]) -> None:
+    """More rows than go few by few: whole and broken bands of sixteen, beside decoding sequences."""
+    dims = 160, 80 if "q8_0" not in names else 64
+    for seed, num_queries in enumerate((70, 64, 93)):
+        sequences = [prefill(150, num_queries), decode(600), Sequence(200, tuple(range(40)), is_causal=False), *MIXED]
+        world = rounded(make_world(Shape(2, 4, *dims, 16), sequences, seed=seed), "bf16")
+        sinks = array("torch", np.linspace(-2, 3, 8).astype(np.float32))
+        assert error(*attend(world, "bf16", names)) < 1e-2
+        assert error(*attend(world, "bf16", names, softcap=8.0, sinks=sinks)) < 1e-2
+
+
+def test_rows_that_see_nothing_of_a_tile(isa: str) -> None:
+    """An infinite value is nobody's but theirs who see its slot, among few rows and beyond a pair of bands."""
+    for num_slots, num_queries, together in ((66, 4, 1), (160, 96, 32)):
+        world = rounded(make_world(Shape(1, 1, 64, 64, 16), [prefill(num_slots, num_queries)], seed=5), "bf16")
+        keys, values = (stored("torch", raw, "bf16", world.seen_slots) for raw in (world.keys, world.values))
+        queries = array("torch", world.queries, "bf16")
+        expected = CpuKernel().attend(queries, keys, values, world.batch, scale=0.125)
+        last = num_slots - 1
+        (segment,) = world.batch.segments
+        block = segment.block_table[last // 16]
+        values.array[block, 0, last % 16] = float("inf")
+        seen = CpuKernel().attend(queries, keys, values, world.batch, scale=0.125)
+        sees = world.batch.query_ends[segment.rows] > last // 64 * 64
+        blind = segment.rows[: int(sees.argmax()) // together * together]
+        assert len(blind) and torch.equal(seen[blind], expected[blind])
+        assert not torch.isfinite(seen[segment.rows[-1]]).any()
 
 
 @pytest.mark.parametrize("name", ["bf16", "q8_0", "q4_0"])

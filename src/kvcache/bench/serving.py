@@ -271,24 +271,33 @@ def _speed(
     notes: tuple[str, ...],
 ) -> Table:
     rows: list[tuple[Cell, ...]] = []
+    lost: dict[str, str] = {}
     for workload in workloads:
         seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for number in range(rounds + 1):
             batch = prompts.make(workload)
             first = number % len(contenders)  # who comes after a process of another's finds the cores as it left them
             for contender in (*contenders[first:], *contenders[:first]):
-                timing = contender.complete(batch, workload.num_out)
+                if contender.name in lost:
+                    continue
+                try:
+                    timing = contender.complete(batch, workload.num_out)
+                except RuntimeError as error:
+                    if not isinstance(contender, OutsideContender):
+                        raise
+                    lost[contender.name] = f"{contender.name} was lost among {workload.name}: {error}"
+                    continue
                 if number:  # the first round warms up
                     seconds[contender.name].append(timing.total)
-        medians = {name: median(values) for name, values in seconds.items()}
-        ours = medians[contenders[0].name]
+        ours = median(seconds[contenders[0].name])
+        medians = {name: None if name in lost else median(values) for name, values in seconds.items()}
         num_out = workload.num_requests * workload.num_out
         rows.append(
             (
                 workload.name,
                 *medians.values(),
                 num_out / ours,
-                *(medians[contender.name] / ours for contender in contenders[1:]),
+                *(None if time is None else time / ours for time in list(medians.values())[1:]),
             )
         )
     names = [contender.name for contender in contenders]
@@ -298,7 +307,7 @@ def _speed(
         f"{names[0]} [tok/s]",
         *(f"{name} / {names[0]}" for name in names[1:]),
     )
-    return Table("Requests until the last token (bf16, greedy)", columns, rows, notes)
+    return Table("Requests until the last token (bf16, greedy)", columns, rows, (*notes, *lost.values()))
 
 
 def _prefix(ours: Contender, workload: Workload, prompts: _Prompts, rounds: int) -> Table:

@@ -109,7 +109,15 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset
   return to;
 }
 
-// Whether products of bf16 go through the tile unit, or what stands for it in builds for other CPUs.
+// Whether this build has the tile unit's instructions; else plain loops stand for them, which only tests want.
+bool has_amx() {
+#if defined(KV_BF16) && defined(__AMX_BF16__) && !defined(KVCACHE_EMULATE_AMX)
+  return true;
+#else
+  return false;
+#endif
+}
+
 bool uses_amx() { return kv::use_amx; }
 
 // Builds without bf16 products have no use for it, and stay without.
@@ -137,6 +145,7 @@ std::string isa() {
 
 TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("isa", isa);
+  library.def("has_amx", has_amx);
   library.def("uses_amx", uses_amx);
   library.def("set_amx", set_amx);
   library.def(

@@ -93,7 +93,7 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     found = library.isa()
     if name == "avx512" and not found.startswith("avx512"):
         raise NotSupported(f"KVCACHE_ISA is 'avx512' and this CPU ({_cpu()}) has no AVX-512; unset it, or name avx2")
-    if torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+    if library.has_amx() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
         library.set_amx(True)
     if library.uses_amx():
         found += "+amx"

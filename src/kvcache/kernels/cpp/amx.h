@@ -13,6 +13,8 @@
 //
 //   output [2 x 8 rows][width/2]  =  weights [2 x 8 rows][slots]  .  values [slots][width/2]
 //
+// (0 times a value that is not finite is NaN: of a pair of columns both get it, in the rows that see the slot.)
+//
 // More rows stay in the first form to the end, see `lanes.h`.
 #pragma once
 
@@ -80,7 +82,7 @@ class TileUnit {
   bool on;
 };
 
-#else  // the same on any CPU, slowly, for tests
+#else  // the same on any CPU but for rounding, slowly, for tests
 
 struct alignas(64) TileRegister {
   uint32_t rows[EDGE][EDGE];
@@ -159,7 +161,7 @@ KV_INLINE void expand_row(const uint8_t* row, int dim, int scales_at, uint16_t* 
     }
 }
 
-// TILE rows as left operands: where they lie, if that will do, else expanded into `buffer` [TILE][round_up(dim, 32)].
+// TILE rows as operands: where they lie, if that will do, else expanded into `buffer` [TILE][round_up(dim, 32)].
 template <int F>
 void find_sixteens(const uint8_t* const* rows, int slots, int dim, uint16_t* buffer, Sixteen* to, Ahead& next) {
   Ahead ahead = next;
@@ -197,17 +199,20 @@ inline void pack_columns(const uint16_t* rows, int count, int width, uint32_t* t
 
 // --- few rows ---------------------------------------------------------------------------------------------------------
 
+// LINES lines where it is known how many are due, else as many as `ahead` says are, in LINES / 4 units of work.
+template <bool FETCH, int LINES>
+KV_INLINE void pace(Ahead& ahead) {
+  if constexpr (FETCH)
+    ahead.fetch<LINES>();
+  else
+    ahead.step<LINES / 4>();
+}
+
 // scores[r][TILE] = keys . queries for `num_rows` <= 16 rows that `pack_columns` packed. FETCH: three quarters and an eighth of
 // as many lines are fetched as are read here, evenly; who calls fetches the rest beside `soften`. Without it `ahead` paces.
 template <bool FETCH>
 void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num_rows, float* scores, Ahead& next) {
   Ahead ahead = next;
-  const auto fetch = [&](auto lines) {
-    if constexpr (FETCH)
-      ahead.template fetch<decltype(lines)::value>();
-    else
-      ahead.template step<decltype(lines)::value / 4>();
-  };
   alignas(64) float turned[TILE][EDGE];
   // Sixteen slots after the other, as they lie in memory; while one waits for its sum the next begins. The queries stay in
   // their tiles as far as there are tiles.
@@ -222,7 +227,7 @@ void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num
     const auto add = [&](int d, auto part) {
       if (d >= depth) return;
       tile_load<2 + C>(rows.at + 2 * d, rows.step), tile_dot<C, 2 + C, 4 + decltype(part)::value>();
-      fetch(std::integral_constant<int, 12>());
+      pace<FETCH, 12>(ahead);
     };
     tile_zero<C>();
     for (int d = 0; d < depth; d += 4 * DEPTH) {
@@ -260,19 +265,13 @@ void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num
   next = ahead;
 }
 
-// out[r] = out[r] * correction[r] + weights . values for `num_rows` <= 8 rows. weights [2 * num_rows][TILE], of which 16 rows
-// are read: those of `store_halves`, all first ones and then all second ones. Columns come as `value_order` has those of fp8.
+// out[r] = out[r] * correction[r] + weights . values for the rows [begin, end) of `num_rows` <= 8. weights [2 * num_rows][TILE],
+// of which 16 rows are read: those of `store_halves`, all first ones and then all second ones. Columns come as `value_order` has those of fp8.
 // FETCH: as many lines are fetched as are read.
 template <bool FETCH>
-void mix_amx(const uint32_t* weights, int num_rows, const Sixteen* values, int slots, float* out, const float* correction,
-             int columns, Ahead& next) {
+void mix_amx(const uint32_t* weights, int begin, int end, int num_rows, const Sixteen* values, int slots, float* out,
+             const float* correction, int columns, Ahead& next) {
   Ahead ahead = next;
-  const auto fetch = [&](auto lines) {
-    if constexpr (FETCH)
-      ahead.template fetch<decltype(lines)::value>();
-    else
-      ahead.template step<decltype(lines)::value / 4>();
-  };
   alignas(64) float sums[4][EDGE][EDGE];
   for (int c = 0; c < columns; c += 4 * DEPTH) {
     const int blocks = std::min(4, (columns - c) / DEPTH);
@@ -281,23 +280,23 @@ void mix_amx(const uint32_t* weights, int num_rows, const Sixteen* values, int s
       const uint8_t* at = values[g].at + 2 * c;
       tile_load<4>(weights + g * EDGE, 4 * TILE);
       tile_load<5>(at, values[g].step), tile_dot<0, 4, 5>();
-      fetch(std::integral_constant<int, 14>());
+      pace<FETCH, 14>(ahead);
       if (blocks == 1) continue;
       tile_load<6>(at + 64, values[g].step), tile_dot<1, 4, 6>();
-      fetch(std::integral_constant<int, 14>());
+      pace<FETCH, 14>(ahead);
       if (blocks == 2) continue;
       tile_load<5>(at + 128, values[g].step), tile_dot<2, 4, 5>();
-      fetch(std::integral_constant<int, 14>());
+      pace<FETCH, 14>(ahead);
       if (blocks == 3) continue;
       tile_load<6>(at + 192, values[g].step), tile_dot<3, 4, 6>();
-      fetch(std::integral_constant<int, 14>());
+      pace<FETCH, 14>(ahead);
     }
     tile_store<0>(sums[0], 64), tile_store<1>(sums[1], 64), tile_store<2>(sums[2], 64), tile_store<3>(sums[3], 64);
-    for (int r = 0; r < num_rows; r++) {
+    for (int r = begin; r < end; r++) {
       const __m512 factor = _mm512_set1_ps(correction[r]);
       float* to = out + size_t(r) * columns + c;
       for (int b = 0; b < blocks; b++, to += DEPTH) {
-        if (r == 0) fetch(std::integral_constant<int, 8>());
+        if (r == begin) pace<FETCH, 8>(ahead);
         _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), factor, _mm512_load_ps(sums[b][r])));
         _mm512_store_ps(to + EDGE, _mm512_fmadd_ps(_mm512_load_ps(to + EDGE), factor, _mm512_load_ps(sums[b][num_rows + r])));
       }

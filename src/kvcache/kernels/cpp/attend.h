@@ -29,7 +29,7 @@ constexpr int CHUNK = 512;      // slots, at least; a multiple of TILE
 constexpr int MOST_CHUNK = 2048;
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
 constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
-constexpr int LANES_VALUES = 1 << 17;  // of a task's output in lanes: what a tile unit computes with comes from L2 as well
+constexpr int LANES_VALUES = 1 << 17;  // of a task's output in lanes, instead: the tile unit's operands come from L2 as well
 
 struct Problem {
   Store keys, values;
@@ -69,13 +69,15 @@ class Attention {
       : p(problem),
         shape{problem.keys,
               problem.values,
-              make_reader(problem.keys, problem.queries.format, true, use_amx),
-              make_reader(problem.values, problem.queries.format, false, use_amx),
+              make_reader(problem.keys, problem.queries.format, true),
+              make_reader(problem.values, problem.queries.format, false),
               problem.keys.dim,
               problem.values.dim,
               problem.scale,
               problem.softcap,
-              use_amx} {}
+              use_amx} {
+    if (shape.has_unit() && problem.values.format == BF16) value_order(FP8, true, shape.value_dim, shape.values.order.data());
+  }
 
   void run() {
     const int threads = at::get_num_threads();
@@ -92,7 +94,7 @@ class Attention {
 
  private:
   const Problem& p;
-  const Shape shape;
+  Shape shape;
   std::vector<Task> tasks;
   std::vector<Item> items;
   std::unique_ptr<std::atomic<int64_t>[]> remaining;  // chunks of each task that are not done
@@ -106,7 +108,7 @@ class Attention {
   // The queries of a segment and what they see, cut into tasks that have no heads yet.
   void plan_segment(int index, std::vector<Task>& parts) const {
     const Segment& segment = p.segments[index];
-    const int most = shape.has_unit() ? std::max(TASK_ROWS, LANES_VALUES / shape.values.width) : TASK_ROWS;
+    const int most = shape.has_unit() ? std::max(TASK_ROWS, LANES_VALUES / std::max(shape.values.width, shape.key_dim / 2)) : TASK_ROWS;
     const int queries_per_task = std::max(1, most / p.group);
     for (int64_t q = 0; q < segment.num_rows; q += queries_per_task) {
       const int64_t end = std::min<int64_t>(q + queries_per_task, segment.num_rows);
@@ -192,24 +194,28 @@ class Attention {
 
   void reserve(const Task& task, Work& s) const {
     const size_t rows = size_t(rows_of(task)), scores = size_t(rows_of_head(task));
-    const int depth = round_up(shape.key_dim, DEPTH);
-    const size_t heads = size_t(task.head_end - task.head_begin);
-    s.queries.reserve(std::max(rows, heads * EDGE) * depth);
+    s.output.reserve(rows * shape.values.width);
+    s.m.reserve(rows), s.l.reserve(rows);
+    s.begins.reserve(size_t(task.query_end - task.query_begin));
+    s.ends.reserve(size_t(task.query_end - task.query_begin));
+    const int depth = round_up(shape.key_dim, DEPTH), heads = task.head_end - task.head_begin;
+#if defined(KV_BF16)
+    if (shape.in_lanes(rows_of_head(task))) return s.lanes.reserve(heads, rows_of_head(task), depth, shape.values.width);
+#endif
+    const bool in_unit = shape.scores_amx(rows_of_head(task));
+    s.queries.reserve(in_unit ? size_t(heads) * EDGE * depth : rows * shape.key_dim);
     s.tile.reserve(size_t(TILE) * std::max(depth, shape.values.width));
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
     s.scores.reserve(scores * TILE);
-    const size_t tiles = sweeps(task) ? std::max(SWEEP, UNIT_SWEEP) : 1;  // whose weights are held at a time
+    const size_t tiles = !sweeps(task) ? 1 : sweeps_unit(task) ? UNIT_SWEEP : SWEEP;  // whose weights are held at a time
     const size_t groups = shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
-    if (shape.values.bf16) s.weights.reserve((tiles * std::max<size_t>(groups, 4) * scores + 2 * EDGE) * (TILE / 2));
+    if (shape.mixes_amx(rows_of_head(task)))
+      s.weights.reserve((tiles * 2 * scores + EDGE) * TILE);
+    else if (shape.values.bf16)
+      s.weights.reserve(tiles * groups * scores * (TILE / 2));
     if (shape.mixes_fixed(rows_of_head(task))) s.multipliers.reserve(scores * (shape.value_dim / GROUP));
-    s.output.reserve(rows * shape.values.width);
-    s.m.reserve(rows), s.l.reserve(rows), s.correction.reserve(tiles * scores);
-    s.begins.reserve(size_t(task.query_end - task.query_begin));
-    s.ends.reserve(size_t(task.query_end - task.query_begin));
-#if defined(KV_BF16)
-    if (shape.in_lanes(rows_of_head(task))) s.lanes.reserve(int(heads), rows_of_head(task), depth, shape.values.width);
-#endif
+    s.correction.reserve(tiles * scores);
   }
 
   void pack_queries(const Task& task, Work& s) const {
@@ -230,7 +236,7 @@ class Attention {
 #if defined(KV_BF16)
     const int num_rows = rows_of_head(task);
     if (shape.in_lanes(num_rows)) {
-      s.lanes.set_sights(s.begins.at, s.ends.at, num_rows, p.group);
+      s.lanes.set_sights(s.begins.at, s.ends.at, p.group);
       return pack_columns_of(task, BANDS * EDGE, s.lanes.queries.at);
     }
     if (shape.scores_amx(num_rows)) return pack_columns_of(task, EDGE, reinterpret_cast<uint32_t*>(s.queries.at));
@@ -301,8 +307,8 @@ class Attention {
 
   // The same with the tile unit.
   bool sweeps_unit(const Task& task) const {
-    const bool is_even = p.keys.format == BF16 && p.values.format == BF16 && p.keys.dim % DEPTH == 0 && p.values.dim % DEPTH == 0;
-    return is_even && shape.scores_amx(rows_of_head(task)) && shape.mixes_amx(rows_of_head(task));
+    const bool is_even = p.keys.dim % DEPTH == 0 && p.values.dim % DEPTH == 0;
+    return p.keys.format == BF16 && p.values.format == BF16 && is_even && shape.scores_amx(rows_of_head(task));
   }
 
   bool is_whole(const Task& task, const Work& s, const Cursor& at) const {
@@ -399,7 +405,7 @@ class Attention {
       more = next_tile(task, s, false, cursor, tiles[at ^ 1]);
       run_tile_lanes(shape, tiles[at], tiles[at ^ 1], tiles[at].head - task.head_begin, s.lanes);
     }
-    s.lanes.finish(heads, rows_of_head(task), width, s);
+    s.lanes.finish(heads, width, s);
   }
 #endif
 

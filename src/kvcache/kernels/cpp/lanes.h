@@ -6,7 +6,8 @@
 //   scores^T  [slots][rows]   =  keys [slots][dim]       .  queries^T [dim/2][rows]
 //   output^T  [width][rows]  +=  values^T [width][slots] .  weights^T [slots/2][rows]
 //
-// Values are transposed once per tile and task. While one pair of bands is softened, the unit scores the next.
+// Values are transposed once per tile and task. While one pair of bands is softened, the unit scores the next. (A tile that
+// some row of a pair sees is computed with for all its rows: 0 times a value that is not finite is NaN.)
 #pragma once
 
 #include "tile.h"
@@ -33,12 +34,10 @@ struct Lanes {
   Buffer<float> m, l, correction;
   Buffer<int32_t> begins, ends;  // of the rows of a head
   std::vector<Sight> sights;     // of the bands of a head
-  int bands;                     // of a head
-
-  static int bands_of(int rows) { return round_up(rows, EDGE * BANDS) / EDGE; }
+  int num_rows, bands;           // of a head
 
   void reserve(int heads, int rows, int key_width, int width) {
-    bands = bands_of(rows);
+    num_rows = rows, bands = round_up(rows, EDGE * BANDS) / EDGE;
     const size_t all = size_t(heads) * bands;
     queries.reserve(all * EDGE * key_width / 2);
     weights.reserve(BANDS * TILE / 2 * EDGE);
@@ -50,8 +49,8 @@ struct Lanes {
     sights.resize(size_t(bands));
   }
 
-  // Rows of queries [first, last) see [query_begins, query_ends).
-  void set_sights(const int32_t* query_begins, const int32_t* query_ends, int num_rows, int group) {
+  // What the rows of a head see: those of query q [query_begins[q], query_ends[q]).
+  void set_sights(const int32_t* query_begins, const int32_t* query_ends, int group) {
     for (int b = 0; b < bands; b++) {
       Sight& sight = sights[size_t(b)];
       sight = {std::numeric_limits<int32_t>::max(), 0, std::numeric_limits<int32_t>::max(), 0};
@@ -75,7 +74,7 @@ struct Lanes {
   }
 
   // The state into rows, whose columns hold the values in their order.
-  void finish(int heads, int num_rows, int width, const Scratch& s) const {
+  void finish(int heads, int width, const Scratch& s) const {
     for (int h = 0; h < heads; h++) {
       std::copy_n(m.at + size_t(h) * bands * EDGE, num_rows, s.m.at + size_t(h) * num_rows);
       std::copy_n(l.at + size_t(h) * bands * EDGE, num_rows, s.l.at + size_t(h) * num_rows);
@@ -126,7 +125,7 @@ inline void soften_band(const Shape& shape, const Places& tile, const int32_t* b
     for (int j = 0; j < TILE; j++) {
       vf x = load<vf>(scores + j * EDGE) * splat(factor);
       if (shape.softcap != 0.0f) x = tanh(x) * splat(shape.softcap * LOG2E);
-      const vi position = begin - begin + tile.positions[j];
+      const vi position = (vi)splat_u(uint32_t(tile.positions[j]));
       x = (position >= begin) & (position < end) ? x : splat(NOTHING);
       store(scores + j * EDGE, x);
       highest[j % 4] = maximum(x, highest[j % 4]);
@@ -209,7 +208,8 @@ inline void run_tile_lanes(const Shape& shape, const Tile& tile, const Tile& nex
   while (last > first && !sees(last - BANDS)) last -= BANDS;
   if (first == last) return;
   Ahead ahead(tile.key_lines, tile.value_lines, next.key_lines, next.value_lines, lead(tile),
-              tile.key_lines.num_lines + tile.value_lines.num_lines - lead(tile) + lead(next), 2 * tile.slots + (last - first) / BANDS * 16);
+              tile.key_lines.num_lines + tile.value_lines.num_lines - lead(tile) + lead(next),
+              2 * tile.slots + (last - first) / BANDS * 16);
   Sixteen keys[TILE / EDGE], values[TILE / EDGE];
   shape.keys.find_sixteens(tile.keys, tile.slots, shape.key_dim, lanes.keys.at, keys, ahead);
   shape.values.find_sixteens(tile.values, tile.slots, shape.value_dim, lanes.stored_values.at, values, ahead);
@@ -224,6 +224,11 @@ inline void run_tile_lanes(const Shape& shape, const Tile& tile, const Tile& nex
       score_bands(keys, lanes.queries.at + (base + b + BANDS) * stride, stride, depth, scores(b + BANDS));
     for (int i = 0; i < BANDS; i++) {
       const size_t row = (base + b + i) * EDGE;
+      if ((b + i) * EDGE >= lanes.num_rows) {  // no rows: the state stays
+        std::fill_n(lanes.weights.at + i * TILE / 2 * EDGE, TILE / 2 * EDGE, 0);
+        std::fill_n(lanes.correction.at + i * EDGE, EDGE, 1.0f);
+        continue;
+      }
       const auto f = is_plain && lanes.sights[size_t(b + i)].sees_all(tile) ? soften_band<true> : soften_band<false>;
       f(shape, tile, lanes.begins.at + (b + i) * EDGE, lanes.ends.at + (b + i) * EDGE, scores(b) + i * TILE * EDGE,
         lanes.weights.at + i * TILE / 2 * EDGE, lanes.m.at + row, lanes.l.at + row, lanes.correction.at + i * EDGE,

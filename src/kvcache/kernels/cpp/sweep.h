@@ -11,7 +11,7 @@
 namespace kv {
 
 constexpr int SWEEP = 8;  // tiles whose keys are read before their values: 128 KB of heads of 128
-constexpr int UNIT_SWEEP = 16;  // the same with the tile unit: a quarter of the second-level cache of CPUs that have it
+constexpr int UNIT_SWEEP = 16;  // the same with the tile unit
 
 template <class R>
 struct Whole {  // TILE slots of one head; all queries see them
@@ -66,7 +66,9 @@ inline void link(DirectSweep& sweep, DirectSweep& next) {
   }
 }
 
-inline int lead(const DirectSweep& sweep) { return std::min(DISTANCE, sweep.keys.num_lines + sweep.values.num_lines); }
+inline int lead(const DirectSweep& sweep) {
+  return std::min(DISTANCE, sweep.keys.num_lines + sweep.values.num_lines);
+}
 
 inline const Places ALL_SEEN = {{}, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min(), TILE, true};
 
@@ -127,8 +129,8 @@ inline void link(UnitSweep&, UnitSweep&) {}
 
 inline int lead(const UnitSweep& sweep) { return std::min(UNIT_DISTANCE, sweep.keys.num_lines); }
 
-inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSweep& next, int first_head, int queries, int group,
-                      const Scratch& s) {
+inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSweep& next, int first_head, int queries,
+                      int group, const Scratch& s) {
   const int rows = queries * group, dim = shape.key_dim, width = shape.values.width;
   const uint32_t* packed = reinterpret_cast<const uint32_t*>(s.queries.at);
   uint32_t* weights = reinterpret_cast<uint32_t*>(s.weights.at);
@@ -144,7 +146,7 @@ inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSwee
   }
   for (int i = 0; i < sweep.count; i++) {
     const Whole<Sixteens>& tile = sweep.tiles[i];
-    mix_amx<true>(weights + size_t(i) * 2 * rows * TILE, rows, tile.values.of, TILE,
+    mix_amx<true>(weights + size_t(i) * 2 * rows * TILE, 0, rows, rows, tile.values.of, TILE,
                   s.output.at + size_t(tile.head - first_head) * rows * width, s.correction.at + i * rows, width, ahead);
   }
 }

@@ -100,9 +100,7 @@ void set_functions(Reader& reader, bool is_key, int dim) {
       if (is_key && whole) set_scores<true>(reader.score_whole);
       if (!is_key && whole) set_mixes<F>(reader.mix_whole);
     }
-#if defined(KV_BF16)
     reader.find_sixteens = find_sixteens<F>;
-#endif
 #if defined(KV_VNNI)
     if constexpr (is_quantised(F)) {
       const ScoreFixed fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
@@ -115,8 +113,8 @@ void set_functions(Reader& reader, bool is_key, int dim) {
 #endif
 }
 
-// bf16 products are for bf16 queries only, and for formats that bf16 holds exactly: who asks in f32 gets f32.
-inline Reader make_reader(const Store& store, int query_format, bool is_key, bool amx) {
+// bf16 products are for bf16 queries only, and for formats whose values or integers bf16 holds: who asks in f32 gets f32.
+inline Reader make_reader(const Store& store, int query_format, bool is_key) {
   Reader reader;
 #if defined(KV_BF16)
   reader.bf16 = query_format == BF16 && store.format >= BF16;
@@ -135,7 +133,7 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key, boo
   if (is_key)
     key_order(store.format, reader.bf16, store.dim, reader.order.data());
   else
-    value_order(amx && reader.bf16 && !reader.scaled ? FP8 : store.format, reader.bf16, store.dim, reader.order.data());
+    value_order(store.format, reader.bf16, store.dim, reader.order.data());
   return reader;
 }
 
@@ -260,9 +258,12 @@ struct Shape {
   float scale, softcap;  // softcap 0: none
   bool amx;              // whether to use the tile unit
 
-  bool has_unit() const { return amx && keys.find_sixteens != nullptr && values.find_sixteens != nullptr; }
+  // Keys of q8_0 and q4_0 stay integers times a scale: rounded to bf16 they gave weights that were off by 2 % for large ones.
+  bool has_unit() const {
+    return amx && keys.find_sixteens != nullptr && !keys.scaled && values.find_sixteens != nullptr;
+  }
   bool in_lanes(int rows) const { return has_unit() && rows > UNIT_FEW; }
-  bool scores_amx(int rows) const { return has_unit() && !in_lanes(rows) && !keys.scaled; }
+  bool scores_amx(int rows) const { return has_unit() && !in_lanes(rows); }
   bool mixes_amx(int rows) const { return has_unit() && !in_lanes(rows) && !values.scaled; }
 
   bool scores_direct(int rows) const { return rows <= DIRECT_MOST && keys.score_direct[0] != nullptr; }
@@ -444,7 +445,7 @@ inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, dim = shape.key_dim;
   const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
   const int units = dim / per_unit(shape.key_store.format);
-  if (shape.scores_amx(of_head)) return slots + round_up(dim, DEPTH) / 2;
+  if (shape.scores_amx(of_head)) return slots + round_up(dim, DEPTH) / DEPTH * 12;
   if (shape.scores_fixed(of_head)) return rows * (slots / LANES) * (dim / GROUP);
   if (shape.scores_direct(rows)) return few_blocks * (slots / 4) * ((dim + 31) / 32);
   return 8 * (slots / LANES) * ((units + LANES - 1) / LANES) +
@@ -456,7 +457,7 @@ inline int work_of_weights(int slots, int rows) { return rows * ((slots / LANES 
 inline int work_of_values(const Shape& shape, int slots, int rows, int of_head) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
   const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
-  if (shape.mixes_amx(of_head)) return slots + columns / 2;
+  if (shape.mixes_amx(of_head)) return slots + columns / DEPTH * (slots / EDGE * 3 + 2);
   if (shape.mixes_fixed(of_head)) return few_blocks * (slots / 4) * (columns / GROUP);
   if (shape.mixes_direct(rows)) return few_blocks * (slots / 2) * ((columns + 63) / 64);
   if (shape.values.bf16) return slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
@@ -527,8 +528,8 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
   if (shape.mixes_amx(num_rows)) {
     Sixteen values[TILE / EDGE];
     shape.values.find_sixteens(tile.values, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), values, ahead);
-    return mix_amx<false>(reinterpret_cast<const uint32_t*>(s.weights.at), num_rows, values, tile.slots,
-                   s.output.at + size_t(base) * shape.values.width, s.correction.at, shape.values.width, ahead);
+    return mix_amx<false>(reinterpret_cast<const uint32_t*>(s.weights.at), begin, end, num_rows, values, tile.slots,
+                          s.output.at + size_t(base) * shape.values.width, s.correction.at, shape.values.width, ahead);
   }
 #endif
   const bool direct = shape.mixes_direct(rows);
@@ -562,9 +563,7 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
   while (first < last && (s.ends.at[first] <= tile.lowest || s.begins.at[first] > tile.highest)) first++;
   while (last > first && (s.ends.at[last - 1] <= tile.lowest || s.begins.at[last - 1] > tile.highest)) last--;
   if (first == last) return;
-  const int rows = queries * group;
-  const bool all = shape.mixes_amx(rows);  // rows that see nothing here get weights of zero
-  const int begin = all ? 0 : first * group, end = all ? rows : last * group;
+  const int begin = first * group, end = last * group, rows = queries * group;
   const int lines = tile.key_lines.num_lines + tile.value_lines.num_lines - lead(tile) + lead(next);
   Ahead ahead(tile.key_lines, tile.value_lines, next.key_lines, next.value_lines, lead(tile), lines,
               work_of_keys(shape, tile.slots, end - begin, rows) + work_of_weights(tile.slots, end - begin) +
