@@ -7,6 +7,7 @@ them once.
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -54,3 +55,29 @@ def seeds() -> None:
 def rng() -> np.random.Generator:
     """A generator of this test's own, seeded."""
     return np.random.default_rng(SEED)
+
+
+@pytest.fixture(params=["native", "turned", "avx512", "avx2", "scalar"])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every path of the C++ that this machine can run; `turned`: without AMX where there is one, and with it elsewhere,
+    where plain loops stand for the unit."""
+    pytest.importorskip("torch")
+    from kvcache import NotSupported
+    from kvcache.kernels import cpu_build
+
+    name = str(request.param)
+    monkeypatch.setenv("KVCACHE_ISA", "" if name in ("native", "turned") else name)
+    try:
+        found = cpu_build.build().isa
+    except NotSupported as error:
+        pytest.skip(str(error))
+    if name == "avx2" and found != "avx2":
+        pytest.skip("this CPU has no AVX2")
+    assert name != "avx512" or found == "avx512"
+    operators = cpu_build.operators()
+    before = operators.uses_amx()
+    operators.set_amx(before != (name == "turned"))
+    if name == "turned" and operators.uses_amx() == before:
+        pytest.skip("needs bf16 products in this CPU")
+    yield name
+    operators.set_amx(before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +38,6 @@ from kvcache.kernels.cpu import CpuKernel
 from kvcache.kernels.rope import rope_shift
 
 BACKEND = backends.create("torch")
-
-
-@pytest.fixture(params=["native", "turned", "avx512", "avx2", "scalar"])
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every path of the C++ that this machine can run; `turned`: without AMX where there is one, and with it elsewhere,
-    where plain loops stand for the unit."""
-    name = str(request.param)
-    monkeypatch.setenv("KVCACHE_ISA", "" if name in ("native", "turned") else name)
-    try:
-        found = cpu_build.build().isa
-    except NotSupported as error:
-        pytest.skip(str(error))
-    if name == "avx2" and found != "avx2":
-        pytest.skip("this CPU has no AVX2")
-    assert name != "avx512" or found == "avx512"
-    operators = cpu_build.operators()
-    before = operators.uses_amx()
-    operators.set_amx(before != (name == "turned"))
-    if name == "turned" and operators.uses_amx() == before:
-        pytest.skip("needs bf16 products in this CPU")
-    yield name
-    operators.set_amx(before)
 
 
 def attend(world: World, dtype: str, format_names: tuple[str, str], **options: Any) -> tuple[Any, Any]:
@@ -99,6 +76,25 @@ def test_every_format_and_head_size(isa: str, name: str, head_dim: int, value_di
     world = make_world(Shape(1, 4, head_dim, value_dim, 16), MIXED, seed=3)
     for dtype, names, tolerance in (("f32", (name, other), 2e-6), ("bf16", (other, name), 1e-2)):
         assert error(*attend(rounded(world, dtype), dtype, names)) < tolerance, (dtype, names)
+
+
+@pytest.mark.parametrize(("queries", "group"), [(1, 4), (5, 1), (40, 2)])
+def test_the_tile_unit_changes_little(queries: int, group: int) -> None:
+    """Few rows and rows in lanes; plain loops stand for the unit where there is none."""
+    cpu_build.build()
+    operators = cpu_build.operators()
+    if not operators.isa().endswith("bf16"):
+        pytest.skip("needs bf16 products in this CPU")
+    before = operators.uses_amx()
+    world = rounded(make_world(Shape(2, group, 128, 128, 16), [prefill(600, queries)], seed=6), "bf16")
+    try:
+        outs = []
+        for on in (False, True):
+            operators.set_amx(on)
+            outs.append(attend(world, "bf16", ("bf16", "bf16"))[0])
+    finally:
+        operators.set_amx(before)
+    assert error(*outs) < 1e-2
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 9, 40])

@@ -33,8 +33,8 @@ from kvcache.bench.stream import read_bandwidth
 from kvcache.bench.table import Cell, Table
 from kvcache.caches import Cache, CausalCache, HybridCache
 from kvcache.engine import Engine
+from kvcache.hf.linears import FastLinears
 from kvcache.hf.loading import load
-from kvcache.hf.weights import PackedLinears
 from kvcache.request import Completion, Request, SamplingParams
 
 __all__ = ["WORKLOADS", "Contender", "EngineContender", "GenerateContender", "Timing", "Workload", "tables"]
@@ -407,7 +407,7 @@ def _products(model: Any) -> tuple[float, float]:
     medians = []
     with torch.inference_mode():
         for is_packed in (False, True):
-            packed = PackedLinears(model) if is_packed else None
+            packed = FastLinears(model) if is_packed else None
             times = []
             for _ in range(ANATOMY_STEPS):
                 began = time.perf_counter()

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from kvcache.caches import Cache, CausalCache, RecurrentCache
 from kvcache.hf.layout import Layout
+from kvcache.hf.linears import available_bytes
 from kvcache.hf.runner import Runner
 from kvcache.hf.trial import two_tokens
-from kvcache.hf.weights import available_bytes
 from kvcache.scheduler import MemberShape
 
 __all__ = ["Sizes", "divide", "measure", "parse_bytes"]
@@ -73,7 +73,7 @@ def measure(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str]
         max_sequences=1,
         max_batch=min(4, 4 * block_size),
         block_size=block_size,
-        packs_weights=False,
+        fast_layers=False,
     ) as runner:
         runner.forward([two_tokens(model, layout)])
         blocks, states = [], 0

@@ -41,8 +41,8 @@ from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, Recurr
 from kvcache.errors import NotSupported
 from kvcache.hf.fused import FusedLayers
 from kvcache.hf.layout import Layout, dtype_name, layout_of
+from kvcache.hf.linears import FastLinears
 from kvcache.hf.runner_call import ModelCall
-from kvcache.hf.weights import PackedLinears
 from kvcache.spans import Sliding, Span
 from kvcache.spec import Batch, Media, integer
 
@@ -91,8 +91,8 @@ class Runner:
         given (`capacity` is required then, dtype "auto" is the model's); it is closed with the runner.
     layout: what the model keeps; by `layout_of` when not given. `trial.py` finds one under which more models run.
     compile: run the model through torch.compile, as `compiled.py` says; the first forwards take a minute.
-    packs_weights: let a bf16 model on the CPU run faster: copies of its weights that are read faster, as `weights.py`
-        says, and norms and GELU in one operator each, as `fused.py` does. It takes as long as copying the weights.
+    fast_layers: let a bf16 model on the CPU run faster: linear layers as `linears.py` says, norms and GELU in one
+        operator each, as `fused.py` does. Where weights are copied for that it takes as long.
 
     Raises `NotSupported` for models that it cannot run, with the reason. `model_seconds`: what calls of the model took.
     """
@@ -111,7 +111,7 @@ class Runner:
         memory: int | None = None,
         checkpoints: int | Iterable[int] = (),
         compile: bool = False,
-        packs_weights: bool = True,
+        fast_layers: bool = True,
     ) -> None:
         layout = layout or layout_of(model)
         self._owns_cache = cache is None
@@ -128,11 +128,11 @@ class Runner:
         self._encoder = next((m for m in self.members if isinstance(m, EncoderCache)), None)
         self.model_seconds = 0.0
         self._model = ModelCall(model, layout, self.members, compile=compile)
-        self._weights: PackedLinears | None = None
+        self._linears: FastLinears | None = None
         self._fused: FusedLayers | None = None
         try:
-            if packs_weights:
-                self._weights = PackedLinears(model)
+            if fast_layers:
+                self._linears = FastLinears(model)
                 self._fused = FusedLayers(model)
         except BaseException:
             self.close()
@@ -184,8 +184,8 @@ class Runner:
     def close(self) -> None:
         """Give the model its attention back; close the cache if the runner made it. Closing twice is allowed."""
         self._model.close()
-        if self._weights is not None:
-            self._weights.close()
+        if self._linears is not None:
+            self._linears.close()
         if self._fused is not None:
             self._fused.close()
         if self._owns_cache:

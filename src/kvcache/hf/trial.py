@@ -35,7 +35,7 @@ def tried_layout(model: PreTrainedModel) -> Layout:
     cause: Exception | None = None
     for way, what in ways:
         try:
-            with Runner(model, layout=way, capacity=8, max_sequences=1, block_size=4, packs_weights=False) as runner:
+            with Runner(model, layout=way, capacity=8, max_sequences=1, block_size=4, fast_layers=False) as runner:
                 failed = _failure(runner, two_tokens(model, way))
         except NotSupported as error:
             failed = error

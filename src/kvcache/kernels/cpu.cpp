@@ -10,6 +10,7 @@
 
 #include "cpp/attend.h"
 #include "cpp/layers.h"
+#include "cpp/products.h"
 
 namespace {
 
@@ -109,9 +110,28 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset
   return to;
 }
 
-// Whether this build has the tile unit's instructions; else plain loops stand for them, which only tests want.
+// Rows x [..., in] times weights [out, in], and a bias [out]; all of bf16.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK_VALUE(weight.dim() == 2 && x.dim() > 0 && x.size(-1) == weight.size(1), "rows are ", x.sizes(),
+                    " and weights are ", weight.sizes());
+  const auto dense = [](const at::Tensor& t) {
+    TORCH_CHECK_VALUE(t.scalar_type() == at::kBFloat16, "linear takes bfloat16, not ", t.scalar_type());
+    return t.contiguous();
+  };
+  const auto values = [](const at::Tensor& t) { return static_cast<uint16_t*>(t.data_ptr()); };
+  const at::Tensor rows = dense(x), weights = dense(weight), added = bias.has_value() ? dense(*bias) : at::Tensor();
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  const at::Tensor to = at::empty(shape, rows.options());
+  if (to.numel() > 0)
+    kv::multiply({values(rows), values(weights), added.defined() ? values(added) : nullptr, values(to),
+                  to.numel() / weight.size(0), weight.size(1), weight.size(0)});
+  return to;
+}
+
+// Whether this build has the tile unit's instructions.
 bool has_amx() {
-#if defined(KV_BF16) && defined(__AMX_BF16__) && !defined(KVCACHE_EMULATE_AMX)
+#if defined(KV_AMX)
   return true;
 #else
   return false;
@@ -161,5 +181,6 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
       "bool interleaved) -> ()",
       shift);
   library.def("gelu_tanh(Tensor x) -> Tensor", gelu_tanh);
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear);
   library.def("rms_norm(Tensor x, Tensor weight, float offset, float eps, bool rounds_first) -> Tensor", rms_norm);
 }

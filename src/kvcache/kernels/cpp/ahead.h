@@ -14,7 +14,7 @@ constexpr int TILE = 64;  // slots that are decoded and computed with at a time
 // Lines that are on their way before they are read. Fewer come too late; more push out of the first-level cache what has not
 // been read yet, and the second level answers late while memory is busy (Zen 5: 128 and 400 cost 7 to 9 %).
 constexpr int DISTANCE = 256;
-constexpr int UNIT_DISTANCE = 128;  // the same for the tile unit (Granite Rapids: 96 and 192 cost 1 to 7 %)
+constexpr int UNIT_DISTANCE = 128;  // the same for the tile unit (Granite Rapids: 96 and 192 cost up to 8 %)
 
 struct Run {  // adjacent bytes [begin, end)
   const uint8_t *begin, *end;

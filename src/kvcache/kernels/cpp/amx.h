@@ -23,6 +23,10 @@
 
 #include "direct.h"
 
+#if defined(KV_BF16) && defined(__AMX_BF16__) && !defined(KVCACHE_EMULATE_AMX)
+#define KV_AMX 1  // without it plain loops stand for the unit, which only tests want
+#endif
+
 namespace kv {
 
 constexpr int EDGE = 16;   // rows and columns of a tile of the unit
@@ -41,7 +45,7 @@ struct Sixteen {  // bf16 rows of 16 slots, `step` bytes apart
 
 #if defined(KV_BF16)
 
-#if defined(__AMX_BF16__) && !defined(KVCACHE_EMULATE_AMX)
+#if defined(KV_AMX)
 
 // Written out, because those of GCC 12 do not say which memory they read.
 template <int T>
@@ -103,15 +107,16 @@ void tile_zero() {
 }
 template <int C, int A, int B>
 void tile_dot() {
-  for (int i = 0; i < EDGE; i++)
-    for (int j = 0; j < EDGE; j++) {
-      float sum = bits<float>(tile_registers[C].rows[i][j]);
-      for (int k = 0; k < EDGE; k++) {
-        const uint32_t a = tile_registers[A].rows[i][k], b = tile_registers[B].rows[k][j];
-        sum += bits<float>(a << 16) * bits<float>(b << 16) + bits<float>(a & 0xffff0000u) * bits<float>(b & 0xffff0000u);
-      }
-      tile_registers[C].rows[i][j] = bits<uint32_t>(sum);
+  for (int i = 0; i < EDGE; i++) {
+    vf sum = load<vf>(tile_registers[C].rows[i]);
+    for (int k = 0; k < EDGE; k++) {
+      const uint32_t a = tile_registers[A].rows[i][k];
+      const vu b = load<vu>(tile_registers[B].rows[k]);
+      sum += splat(bits<float>(a << 16)) * bits<vf>(b << 16);
+      sum += splat(bits<float>(a & 0xffff0000u)) * bits<vf>(b & 0xffff0000u);
     }
+    store(tile_registers[C].rows[i], sum);
+  }
 }
 
 struct TileUnit {
@@ -208,8 +213,8 @@ KV_INLINE void pace(Ahead& ahead) {
     ahead.step<LINES / 4>();
 }
 
-// scores[r][TILE] = keys . queries for `num_rows` <= 16 rows that `pack_columns` packed. FETCH: three quarters and an eighth of
-// as many lines are fetched as are read here, evenly; who calls fetches the rest beside `soften`. Without it `ahead` paces.
+// scores[r][TILE] = keys . queries for `num_rows` <= 16 rows that `pack_columns` packed. FETCH: three quarters and an eighth
+// of as many lines are fetched as are read here, evenly; who calls fetches the rest beside `soften`. Without it `ahead` paces.
 template <bool FETCH>
 void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num_rows, float* scores, Ahead& next) {
   Ahead ahead = next;
@@ -265,9 +270,9 @@ void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num
   next = ahead;
 }
 
-// out[r] = out[r] * correction[r] + weights . values for the rows [begin, end) of `num_rows` <= 8. weights [2 * num_rows][TILE],
-// of which 16 rows are read: those of `store_halves`, all first ones and then all second ones. Columns come as `value_order` has those of fp8.
-// FETCH: as many lines are fetched as are read.
+// out[r] = out[r] * correction[r] + weights . values for the rows [begin, end) of `num_rows` <= 8. Weights are those of
+// `store_halves`, [2 * num_rows][TILE], all first ones and then all second ones; 16 rows are read. Columns come as
+// `value_order` has those of fp8. FETCH: as many lines are fetched as are read.
 template <bool FETCH>
 void mix_amx(const uint32_t* weights, int begin, int end, int num_rows, const Sixteen* values, int slots, float* out,
              const float* correction, int columns, Ahead& next) {

@@ -76,7 +76,8 @@ class Attention {
               problem.scale,
               problem.softcap,
               use_amx} {
-    if (shape.has_unit() && problem.values.format == BF16) value_order(FP8, true, shape.value_dim, shape.values.order.data());
+    if (shape.has_unit() && problem.values.format == BF16)
+      value_order(FP8, true, shape.value_dim, shape.values.order.data());
   }
 
   void run() {
@@ -108,7 +109,8 @@ class Attention {
   // The queries of a segment and what they see, cut into tasks that have no heads yet.
   void plan_segment(int index, std::vector<Task>& parts) const {
     const Segment& segment = p.segments[index];
-    const int most = shape.has_unit() ? std::max(TASK_ROWS, LANES_VALUES / std::max(shape.values.width, shape.key_dim / 2)) : TASK_ROWS;
+    const int in_lanes = LANES_VALUES / std::max(shape.values.width, shape.key_dim / 2);
+    const int most = shape.has_unit() ? std::max(TASK_ROWS, in_lanes) : TASK_ROWS;
     const int queries_per_task = std::max(1, most / p.group);
     for (int64_t q = 0; q < segment.num_rows; q += queries_per_task) {
       const int64_t end = std::min<int64_t>(q + queries_per_task, segment.num_rows);
@@ -305,7 +307,7 @@ class Attention {
                                   shape.values.mix_whole[0] != nullptr));
   }
 
-  // The same with the tile unit.
+  // Whether the tile unit computes with them: it wants keys and values of bf16 in whole steps of its depth.
   bool sweeps_unit(const Task& task) const {
     const bool is_even = p.keys.dim % DEPTH == 0 && p.values.dim % DEPTH == 0;
     return p.keys.format == BF16 && p.values.format == BF16 && is_even && shape.scores_amx(rows_of_head(task));
@@ -363,51 +365,48 @@ class Attention {
     return {begin, unit_end(p.segments[task.segment], begin, end), begin, end, task.head_begin};
   }
 
-  void run_chunk(const Task& task, int64_t chunk, const Work& s) const {
-    const int rows = rows_of(task), queries = task.query_end - task.query_begin;
-#if defined(KV_BF16)
-    if (shape.in_lanes(rows_of_head(task))) return run_chunk_in_lanes(task, chunk, s);
-#endif
-    std::fill_n(s.output.at, size_t(rows) * shape.values.width, 0.0f);
-    std::fill_n(s.m.at, rows, NOTHING);
-    std::fill_n(s.l.at, rows, 0.0f);
-    const Cursor first = start(task, std::max(task.slot_begin, chunk * task.chunk_size),
-                               std::min(task.slot_end, (chunk + 1) * task.chunk_size));
-    const bool swept = sweeps(task);
-    Cursor cursor = first;
+  // Calls `f` with each tile of a chunk and the one after it, but for those that sweeps read; `meanwhile` is called when the
+  // first is known and on its way.
+  template <class G, class F>
+  void for_tiles(const Task& task, Cursor cursor, const Work& s, bool without_whole, G&& meanwhile, F&& f) const {
     Tile tiles[2];
-    bool more = next_tile(task, s, swept, cursor, tiles[0]);
+    bool more = next_tile(task, s, without_whole, cursor, tiles[0]);
     if (more) fetch_first(tiles[0].key_lines, tiles[0].value_lines, lead(tiles[0]));
-#if defined(KV_BF16)
-    if (swept && sweeps_unit(task))
-      run_sweeps<UnitSweep>(task, first, s);
-    else
-#endif
-    if (swept)
-      run_sweeps<DirectSweep>(task, first, s);
+    meanwhile();
     for (int at = 0; more; at ^= 1) {
-      more = next_tile(task, s, swept, cursor, tiles[at ^ 1]);
-      const int base = (tiles[at].head - task.head_begin) * rows_of_head(task);
-      run_tile(shape, tiles[at], tiles[at ^ 1], base, queries, p.group, s);
+      more = next_tile(task, s, without_whole, cursor, tiles[at ^ 1]);
+      f(tiles[at], tiles[at ^ 1]);
     }
   }
 
+  void run_chunk(const Task& task, int64_t chunk, const Work& s) const {
+    const Cursor first = start(task, std::max(task.slot_begin, chunk * task.chunk_size),
+                               std::min(task.slot_end, (chunk + 1) * task.chunk_size));
+    const int rows = rows_of(task), queries = task.query_end - task.query_begin, width = shape.values.width;
 #if defined(KV_BF16)
-  void run_chunk_in_lanes(const Task& task, int64_t chunk, const Work& s) const {
-    const int heads = task.head_end - task.head_begin, width = shape.values.width;
-    s.lanes.start(heads, width);
-    Cursor cursor = start(task, std::max(task.slot_begin, chunk * task.chunk_size),
-                          std::min(task.slot_end, (chunk + 1) * task.chunk_size));
-    Tile tiles[2];
-    bool more = next_tile(task, s, false, cursor, tiles[0]);
-    if (more) fetch_first(tiles[0].key_lines, tiles[0].value_lines, lead(tiles[0]));
-    for (int at = 0; more; at ^= 1) {
-      more = next_tile(task, s, false, cursor, tiles[at ^ 1]);
-      run_tile_lanes(shape, tiles[at], tiles[at ^ 1], tiles[at].head - task.head_begin, s.lanes);
+    if (shape.in_lanes(rows_of_head(task))) {
+      const int heads = task.head_end - task.head_begin;
+      s.lanes.start(heads, width);
+      for_tiles(task, first, s, false, [] {}, [&](const Tile& tile, const Tile& next) {
+        run_tile_lanes(shape, tile, next, tile.head - task.head_begin, s.lanes);
+      });
+      return s.lanes.finish(heads, width, s);
     }
-    s.lanes.finish(heads, width, s);
-  }
 #endif
+    std::fill_n(s.output.at, size_t(rows) * width, 0.0f);
+    std::fill_n(s.m.at, rows, NOTHING);
+    std::fill_n(s.l.at, rows, 0.0f);
+    const bool swept = sweeps(task);
+    const auto sweep = [&] {
+#if defined(KV_BF16)
+      if (swept && sweeps_unit(task)) return run_sweeps<UnitSweep>(task, first, s);
+#endif
+      if (swept) run_sweeps<DirectSweep>(task, first, s);
+    };
+    for_tiles(task, first, s, swept, sweep, [&](const Tile& tile, const Tile& next) {
+      run_tile(shape, tile, next, (tile.head - task.head_begin) * rows_of_head(task), queries, p.group, s);
+    });
+  }
 
   void run_item(const Item& item, Work& s) {
     const Task& task = tasks[size_t(item.task)];

@@ -17,7 +17,8 @@ constexpr int AGAIN = 16;       // rows: so long before a row is read, its lines
 // read AGAIN rows after them.
 //
 // A load instruction should see addresses at one small distance from each other, because hardware that fetches ahead looks
-// for that. So quads and pairs stay loops: unrolled, they compute 20 % faster and take 13 % longer where rows come from memory.
+// for that. So quads and pairs stay loops: unrolled, they compute 20 % faster and take 13 % longer where rows come from
+// memory.
 
 struct Table {  // each row by itself
   const uint8_t* const* rows;

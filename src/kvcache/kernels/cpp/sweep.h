@@ -74,8 +74,8 @@ inline const Places ALL_SEEN = {{}, std::numeric_limits<int32_t>::max(), std::nu
 
 // All of a sweep, for `queries` queries of `group` rows each, of which those of `first_head` begin at row 0 of the task. Its
 // lead has been fetched; meanwhile the rest of it is, and then the lead of `next`.
-inline void run_sweep(const Shape& shape, const DirectSweep& sweep, const DirectSweep& next, int first_head, int queries, int group,
-                      const Scratch& s) {
+inline void run_sweep(const Shape& shape, const DirectSweep& sweep, const DirectSweep& next, int first_head, int queries,
+                      int group, const Scratch& s) {
   const int rows = queries * group, pairs = shape.key_dim / 2, width = shape.values.width;
   uint32_t* weights = reinterpret_cast<uint32_t*>(s.weights.at);
   Ahead ahead(sweep.keys, sweep.values, next.keys, next.values, lead(sweep),

@@ -395,11 +395,11 @@ void soften(const Shape& shape, const Places& tile, int32_t begin, int32_t end, 
 // The same for the rows [begin, end) of a head's `num_rows`, whose states begin at `base`.
 inline void soften_rows(const Shape& shape, const Places& tile, const Scratch& s, int base, int begin, int end,
                         int num_rows, int group, uint32_t* pairs, float* correction, Ahead& ahead) {
+  const Weights kind = shape.weights(num_rows);
   for (int r = begin; r < end;) {
     const int q = r / group, rows = std::min((q + 1) * group, end) - r;
     const auto run = [&](auto count) {
       constexpr int N = decltype(count)::value;
-      const Weights kind = shape.weights(num_rows);
       const auto f = kind == Weights::HALVES  ? soften<N, Weights::HALVES>
                      : kind == Weights::PAIRS ? soften<N, Weights::PAIRS>
                                               : soften<N, Weights::FLOATS>;
@@ -569,7 +569,8 @@ inline void run_tile(const Shape& shape, const Tile& tile, const Tile& next, int
               work_of_keys(shape, tile.slots, end - begin, rows) + work_of_weights(tile.slots, end - begin) +
                   work_of_values(shape, tile.slots, end - begin, rows));
   score(shape, tile, s, base, begin, end, rows, ahead);
-  soften_rows(shape, tile, s, base, begin, end, rows, group, reinterpret_cast<uint32_t*>(s.weights.at), s.correction.at, ahead);
+  soften_rows(shape, tile, s, base, begin, end, rows, group, reinterpret_cast<uint32_t*>(s.weights.at), s.correction.at,
+              ahead);
   mix(shape, tile, s, base, begin, end, rows, ahead);
 }
 

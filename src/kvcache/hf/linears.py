@@ -1,0 +1,177 @@
+"""Linear layers of bf16 models on the CPU: products by whoever reads the weights [out, in] fastest.
+
+    rows of x   with AMX (`cpp/amx.h`)    AVX-512 with bf16                   other CPUs
+    few         ours: 128                 ours: 8, or 32 where nothing fits   ours: 32
+    more        PyTorch's                 oneDNN's over packed copies         PyTorch's
+
+Ours (`cpp/products.h`) reads weights as they lie, at the speed of memory. PyTorch does that at half of it and less.
+oneDNN is fast over a layout of its own: a packed copy of each weight lies beside the model's while a runner is open,
+where that is worth it and there is memory. (docs/performance.md has what each takes.)
+
+oneDNN's operators are those that torch.compile puts into models that it freezes: `_reorder_linear_weight` and
+`_linear_pointwise` of `torch.ops.mkldnn`. A compiler of ours (`compiled.py`) sees `kvcache::linear` instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from kvcache.hf.replaced import Replaced, has_own_forward
+from kvcache.kernels import cpu_build
+
+__all__ = ["FastLinears", "available_bytes"]
+
+MEMORY_SHARE = 2
+"""Packed copies take at most half of the memory that is available."""
+FEW_WITH_UNIT, FEW, FEW_BESIDE_COPIES = 128, 32, 8
+"""Rows up to which ours is faster than PyTorch's with AMX and without, and than oneDNN's over packed copies without."""
+
+_log = logging.getLogger(__name__)
+
+_packed: dict[int, Tensor] = {}
+"""Packed copies by the address of their weights."""
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can be had on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    info = Path("/proc/meminfo")
+    if info.exists() and (found := re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())):
+        return int(found[1]) * 1024
+    return 8 * 2**30
+
+
+@final
+class FastLinears:
+    """Gives the bf16 `nn.Linear`s of a model that are on the CPU another `forward`, until `close`.
+
+    `num_bytes`: what packed copies take. All layers have them or none, and they do not see weights that are changed in
+    place. With gradients on, layers use their own `forward`; where somebody has replaced it they are left alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_plain(m)]
+        self._pointers: set[int] = set()  # of weights whose copies are ours
+        self.num_bytes = 0
+        if not self._modules:
+            return
+        if _packing_helps():
+            self._pack({module.weight.data_ptr(): module.weight.detach() for module in self._modules})
+        for module in self._modules:
+            Replaced.put(module, _forward(module))
+
+    def close(self) -> None:
+        """Give the layers their own `forward` back and free the copies. Repeating it changes nothing."""
+        for module in self._modules:
+            Replaced.undo(module)
+        for pointer in self._pointers:
+            del _packed[pointer]
+        self._modules, self._pointers, self.num_bytes = [], set(), 0
+
+    def _pack(self, weights: dict[int, Tensor]) -> None:
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+        room = available_bytes(torch.device("cpu")) // MEMORY_SHARE
+        if num_bytes > room:
+            _log.info("weights stay as they are: packed copies take %d bytes and %d may be used", num_bytes, room)
+            return
+        self.num_bytes = num_bytes
+        for pointer in weights.keys() - _packed.keys():
+            _packed[pointer] = torch.ops.mkldnn._reorder_linear_weight(weights[pointer])
+            self._pointers.add(pointer)
+
+
+def padded_rows(num_rows: int) -> int:
+    """The number of rows that a product of `num_rows` is computed with by oneDNN.
+
+    It keeps a compiled product for each number of rows that it meets, up to a thousand of a megabyte or more: prompts
+    of ever new lengths would fill the memory. Numbers are rounded up to few; decode steps are left alone.
+
+    >>> [padded_rows(n) for n in (1, 16, 17, 128, 130, 512)]
+    [1, 16, 32, 128, 192, 512]
+    """
+    if num_rows <= 16:
+        return num_rows
+    step = 16 if num_rows <= 128 else 64
+    return -(-num_rows // step) * step
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows x [..., in] times weights [out, in]."""
+    if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_cpu:
+        return nn.functional.linear(x, weight, bias)
+    packed = _packed.get(weight.data_ptr())
+    library = cpu_build.operators()
+    if x.numel() <= _most_rows(library, packed is not None) * x.shape[-1]:
+        product: Tensor = library.linear(x, weight, bias)
+    elif packed is not None:
+        product = _packed_product(x, packed, bias)
+    else:
+        product = nn.functional.linear(x, weight, bias)
+    return product
+
+
+@cache
+def _most_rows(library: Any, has_copy: bool) -> int:
+    """The rows that are few. `library`: as `cpu_build.operators` has it."""
+    if isinstance(library, str):
+        return -1
+    if library.uses_amx():
+        return FEW_WITH_UNIT
+    return FEW_BESIDE_COPIES if has_copy else FEW
+
+
+def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    num_rows = x.numel() // x.shape[-1]
+    missing = padded_rows(num_rows) - num_rows
+    rows = nn.functional.pad(x.reshape(num_rows, x.shape[-1]), (0, 0, 0, missing)) if missing else x
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")
+    return product[:num_rows].view(*x.shape[:-1], product.shape[-1]) if missing else product
+
+
+def _packing_helps() -> bool:
+    """Where there is neither AMX nor a CPU whose bf16 products oneDNN emulates, slowly over any layout."""
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    library = cpu_build.operators()
+    return isinstance(library, str) or (library.isa() == "avx512+bf16" and not library.uses_amx())
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    return (
+        type(module) is nn.Linear  # a subclass may do anything
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype == torch.bfloat16
+        and module.weight.numel() > 0
+        and has_own_forward(module)
+    )
+
+
+def _forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            traced: Tensor = torch.ops.kvcache.linear(x, module.weight, module.bias)
+            return traced
+        if torch.is_grad_enabled() or not x.is_cpu:
+            return nn.functional.linear(x, module.weight, module.bias)
+        return _linear(x, module.weight, module.bias)
+
+    return forward
+
+
+def _linear_shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_library = torch.library.Library("kvcache", "FRAGMENT")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("linear", _linear, "CPU")
+torch.library.register_fake("kvcache::linear", _linear_shape, lib=_library)

@@ -1,0 +1,216 @@
+// Few rows times the weights of a linear layer, bf16 [out, in] as they lie in the model: no copy, nothing packed.
+//
+// Bytes moved: the weights, once, in one run for each thread; a panel of their rows stays in the caches while all rows of x
+// meet it. Up to 4 rows are dot products along the rows of weights. With the tile unit (`amx.h`) more are
+//
+//   product^T [16 weights][16 rows]  +=  weights [16][32 values]  .  x^T [16 pairs][16 rows], which is packed once
+//
+// where weights are left operands as they lie, as stored keys are.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include "amx.h"
+#include "rows.h"
+
+namespace kv {
+
+constexpr int FEW_PRODUCTS = 4;  // rows whose sums fit the registers beside the weights
+constexpr int PANEL = 32;        // rows of weights; a multiple of EDGE
+// Processors fetch one run by themselves, but not far enough ahead. This goes into the second level: of 335 MB in rows of 640
+// a core of Granite Rapids reads 17 to 19 GB/s then, 16 with the first level, 15 without (one row of x).
+constexpr int WEIGHTS_AHEAD = 8192;  // bytes
+
+struct Linear {
+  const uint16_t *x, *weight, *bias;  // [rows, in], [out, in], [out] or null: bf16
+  uint16_t* to;                       // [rows, out]
+  int64_t rows, in, out;
+};
+
+#if defined(KV_BF16)
+using Factor = uint16_t;
+#else
+using Factor = float;
+#endif
+
+struct Factors {  // x
+  const Factor* rows;
+  int64_t width;            // of a row, in places
+  const uint32_t* columns;  // as `pack_columns` has them, 16 rows after the other; null: not for the tile unit
+};
+
+// sums[r][column] = x[r] . weight for MR rows of x and one of weights. FETCH: fetch what lies behind it.
+#if defined(KV_BF16)
+
+template <int MR, bool FETCH>
+KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weight, int64_t in, float (*sums)[EDGE],
+                            int column) {
+  const Factor* rows = x.rows + row * x.width;
+  __m512 acc[MR][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+  const auto add = [&](int64_t at, auto&& load) {
+    const __m512i w[2] = {load(weight + at, 0), load(weight + at + DEPTH, 1)};
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++)
+        acc[r][i] = _mm512_dpbf16_ps(acc[r][i], (__m512bh)load(rows + r * x.width + at + i * DEPTH, i), (__m512bh)w[i]);
+  };
+  int64_t at = 0;
+#pragma GCC unroll 2
+  for (; at + 2 * DEPTH <= in; at += 2 * DEPTH) {
+    if (FETCH)
+      for (int i = 0; i < 2; i++) __builtin_prefetch(weight + at + WEIGHTS_AHEAD / 2 + i * DEPTH, 0, 2);
+    add(at, [](const uint16_t* from, int) { return _mm512_loadu_si512(from); });
+  }
+  if (at < in) {
+    const uint64_t rest = (uint64_t(1) << (in - at)) - 1;
+    add(at, [&](const uint16_t* from, int i) { return _mm512_maskz_loadu_epi16(__mmask32(rest >> (i * DEPTH)), from); });
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < MR; r++) sums[r][column] = sum((vf)_mm512_add_ps(acc[r][0], acc[r][1]));
+}
+
+inline Factors prepare(const Linear& p) {
+  thread_local Buffer<uint32_t> columns;
+  if (!use_amx || p.rows <= FEW_PRODUCTS || p.in % DEPTH != 0) return {p.x, p.in, nullptr};
+  columns.reserve(size_t((p.rows + EDGE - 1) / EDGE * EDGE * p.in / 2));
+  for (int64_t r = 0; r < p.rows; r += EDGE)
+    pack_columns(p.x + r * p.in, int(std::min<int64_t>(p.rows - r, EDGE)), int(p.in), columns.at + r / 2 * p.in);
+  return {p.x, p.in, columns.at};
+}
+
+#else
+
+// A row of x is f32 here: for each vector of weights its even places and then its odd ones, zeros beyond the values.
+template <int MR, bool FETCH>
+KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weight, int64_t in, float (*sums)[EDGE],
+                            int column) {
+  const Factor* rows = x.rows + row * x.width;
+  vf acc[MR][2];
+  for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = splat(0.0f);
+  for (int64_t at = 0; at < x.width; at += 2 * LANES) {
+    if (FETCH && at % DEPTH == 0) __builtin_prefetch(weight + at + WEIGHTS_AHEAD / 2, 0, 2);
+    vu pairs = {};
+    if (at + 2 * LANES <= in)
+      pairs = load<vu>(weight + at);
+    else
+      std::memcpy(&pairs, weight + at, size_t(in - at) * 2);
+    const vf even = bits<vf>(pairs << 16), odd = bits<vf>(pairs & 0xffff0000u);
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; r++) {
+      acc[r][0] += load<vf>(rows + r * x.width + at) * even;
+      acc[r][1] += load<vf>(rows + r * x.width + at + LANES) * odd;
+    }
+  }
+  for (int r = 0; r < MR; r++) sums[r][column] = sum(acc[r][0] + acc[r][1]);
+}
+
+inline Factors prepare(const Linear& p) {
+  thread_local Buffer<Factor> rows;
+  const int64_t step = 2 * LANES, width = (p.in + step - 1) / step * step;
+  rows.reserve(size_t(p.rows * width));
+  for (int64_t r = 0; r < p.rows; r++)
+    for (int64_t i = 0; i < width; i++)
+      rows.at[r * width + i / step * step + i % 2 * LANES + i % step / 2] = i < p.in ? bf16_to_float(p.x[r * p.in + i]) : 0.0f;
+  return {rows.at, width, nullptr};
+}
+
+#endif
+
+// The product's columns [first, first + count) of `rows` rows from `row` on, with the bias.
+inline void write_sums(const Linear& p, const float (*sums)[EDGE], int64_t row, int rows, int64_t first, int count) {
+  alignas(64) float bias[EDGE] = {};
+  alignas(64) uint16_t values[EDGE];
+  if (p.bias != nullptr) read_row(p.bias, first, BF16, count, bias);
+  for (int r = 0; r < rows; r++) {
+    uint16_t* to = p.to + (row + r) * p.out + first;
+    for (int i = 0; i < EDGE; i += LANES)
+      store_bf16(count == EDGE ? to + i : values + i, load<vf>(sums[r] + i) + load<vf>(bias + i));
+    if (count < EDGE) std::copy_n(values, count, to);
+  }
+}
+
+// Columns [first, first + count), at most EDGE, for up to FEW_PRODUCTS rows.
+template <bool FETCH>
+inline void multiply_directly(const Linear& p, const Factors& x, int64_t row, int rows, int64_t first, int count) {
+  alignas(64) float sums[FEW_PRODUCTS][EDGE] = {};
+  for (int i = 0; i < count; i++) {
+    const uint16_t* weight = p.weight + (first + i) * p.in;
+    switch (rows) {
+      case 1: dot_products<1, FETCH>(x, row, weight, p.in, sums, i); break;
+      case 2: dot_products<2, FETCH>(x, row, weight, p.in, sums, i); break;
+      case 3: dot_products<3, FETCH>(x, row, weight, p.in, sums, i); break;
+      default: dot_products<4, FETCH>(x, row, weight, p.in, sums, i);
+    }
+  }
+  write_sums(p, sums, row, rows, first, count);
+}
+
+#if defined(KV_BF16)
+
+// Columns [first, first + PANEL) for up to EDGE * BLOCKS rows.
+template <int BLOCKS, bool FETCH>
+void multiply_in_unit(const Linear& p, const Factors& x, int64_t row, int rows, int64_t first) {
+  const uint16_t *weight = p.weight + first * p.in, *second = weight + EDGE * p.in, *next = weight + WEIGHTS_AHEAD / 2;
+  const uint32_t* columns = x.columns + row / 2 * p.in;
+  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  for (int64_t d = 0; d < p.in; d += DEPTH) {
+    tile_load<4>(weight + d, p.in * 2), tile_load<5>(second + d, p.in * 2);
+    tile_load<6>(columns + d * (EDGE / 2), 64), tile_dot<0, 4, 6>(), tile_dot<1, 5, 6>();
+    if (BLOCKS > 1) tile_load<7>(columns + (p.in + d) * (EDGE / 2), 64), tile_dot<2, 4, 7>(), tile_dot<3, 5, 7>();
+    if (FETCH)
+#pragma GCC unroll 32
+      for (int i = 0; i < PANEL; i++, next += DEPTH) __builtin_prefetch(next, 0, 2);
+  }
+  const auto write = [&](auto tile) {
+    constexpr int T = decltype(tile)::value;
+    alignas(64) float sums[EDGE][EDGE];
+    vu turned[EDGE];
+    tile_store<T>(sums, 64);
+    for (int i = 0; i < EDGE; i++) turned[i] = load<vu>(sums[i]);
+    transpose(turned);
+    for (int i = 0; i < EDGE; i++) store(sums[i], turned[i]);
+    write_sums(p, sums, row + T / 2 * EDGE, std::min(rows - T / 2 * EDGE, EDGE), first + T % 2 * EDGE, EDGE);
+  };
+  write(std::integral_constant<int, 0>()), write(std::integral_constant<int, 1>());
+  if (BLOCKS > 1) write(std::integral_constant<int, 2>()), write(std::integral_constant<int, 3>());
+}
+
+#endif
+
+// Columns [first, first + PANEL) as far as there are, for all rows.
+inline void multiply_panel(const Linear& p, const Factors& x, int64_t first) {
+#if defined(KV_BF16)
+  if (x.columns != nullptr && first + PANEL <= p.out) {
+    for (int64_t row = 0; row < p.rows; row += 2 * EDGE) {
+      const int rows = int(std::min<int64_t>(p.rows - row, 2 * EDGE));
+      const auto f = rows <= EDGE ? (row == 0 ? multiply_in_unit<1, true> : multiply_in_unit<1, false>)
+                                  : (row == 0 ? multiply_in_unit<2, true> : multiply_in_unit<2, false>);
+      f(p, x, row, rows, first);
+    }
+    return;
+  }
+#endif
+  const int64_t end = std::min(first + PANEL, p.out);
+  for (int64_t row = 0; row < p.rows; row += FEW_PRODUCTS)
+    for (int64_t at = first; at < end; at += EDGE) {
+      const auto f = row == 0 ? multiply_directly<true> : multiply_directly<false>;
+      f(p, x, row, int(std::min<int64_t>(p.rows - row, FEW_PRODUCTS)), at, int(std::min<int64_t>(end - at, EDGE)));
+    }
+}
+
+// to = x . weight^T + bias.
+inline void multiply(const Linear& p) {
+  const Factors x = prepare(p);
+  const int64_t panels = (p.out + PANEL - 1) / PANEL, grain = std::max<int64_t>(1, GRAIN / (PANEL * p.in));
+  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+#if defined(KV_BF16)
+    const TileUnit unit(x.columns != nullptr);
+#endif
+    for (int64_t panel = begin; panel < end; panel++) multiply_panel(p, x, panel * PANEL);
+  });
+}
+
+}  // namespace kv
