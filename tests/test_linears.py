@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -26,8 +28,11 @@ def two_layers(*, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
 
 @pytest.fixture(params=["ours", pytest.param("copies", marks=needs_bf16)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With operators of ours alone, and with packed copies for more rows, as some CPUs have them."""
+    """With operators of ours alone, and with packed copies for all rows but one, as some CPUs have them for most."""
     monkeypatch.setattr(linears, "_packing_helps", lambda: request.param == "copies")
+    monkeypatch.setattr(linears, "FEW_WITH_UNIT", 1 if request.param == "copies" else 128)
+    monkeypatch.setattr(linears, "FEW_BESIDE_COPIES", 1)
+    monkeypatch.setattr(linears, "_most_rows", linears._most_rows.__wrapped__)
     return str(request.param)
 
 
@@ -40,7 +45,7 @@ def test_few_rows_are_the_products_of_f32(isa: str, width: int, num_out: int) ->
     """Each row alone, in blocks and in lanes of the tile unit; weights that end anywhere; with a bias and without."""
     operators = cpu_build.operators()
     weight, bias = torch.randn((num_out, width)).bfloat16(), torch.randn(num_out).bfloat16()
-    for rows in (1, 2, 3, 4, 5, 16, 17, 40, 100):
+    for rows in (1, 2, 3, 4, 5, 16, 17, 32, 33, 100):
         x = torch.randn((rows, width)).bfloat16()
         for added in (None, bias):
             got = operators.linear(x, weight, added)
@@ -49,21 +54,21 @@ def test_few_rows_are_the_products_of_f32(isa: str, width: int, num_out: int) ->
             torch.testing.assert_close(got.float(), expected, rtol=2**-8, atol=1e-4 * width)
 
 
-def test_rows_may_lie_anywhere(isa: str) -> None:
+def test_operands_may_lie_anywhere(isa: str) -> None:
     operators = cpu_build.operators()
-    weight = torch.randn((48, 64)).bfloat16()
-    x = torch.randn((2, 5, 128)).bfloat16()[..., ::2]
-    expected = torch.nn.functional.linear(x.float(), weight.float())
-    assert operators.linear(x, weight, None).shape == (2, 5, 48)
-    torch.testing.assert_close(operators.linear(x, weight, None).float(), expected, rtol=2**-8, atol=1e-2)
-    columns = torch.randn((64, 48)).bfloat16().T
-    torch.testing.assert_close(
-        operators.linear(x, columns, None).float(),
-        torch.nn.functional.linear(x.float(), columns.float()),
-        rtol=2**-8,
-        atol=1e-2,
-    )
-    assert operators.linear(x[:0], weight, None).shape == (0, 5, 48)
+    x, weight = torch.randn((2, 5, 128)).bfloat16()[..., ::2], torch.randn((64, 48)).bfloat16().T
+    bias = torch.randn(96).bfloat16()[::2]
+    got = operators.linear(x, weight, bias)
+    assert got.shape == (2, 5, 48)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(got.float(), expected, rtol=2**-8, atol=1e-2)
+
+
+def test_without_rows_values_or_columns(isa: str) -> None:
+    operators = cpu_build.operators()
+    for rows, width, num_out in ((0, 8, 3), (2, 0, 3), (2, 8, 0)):
+        got = operators.linear(torch.ones((rows, width)).bfloat16(), torch.ones((num_out, width)).bfloat16(), None)
+        assert torch.equal(got, torch.full((rows, num_out), float(width)).bfloat16())
 
 
 def test_nan_reaches_its_row_and_its_column_alone(isa: str) -> None:
@@ -71,18 +76,30 @@ def test_nan_reaches_its_row_and_its_column_alone(isa: str) -> None:
     for rows in (3, 20):
         x, weight = torch.ones((rows, 64)).bfloat16(), torch.ones((70, 64)).bfloat16()
         x[1, 63], weight[66, 0], weight[5, 2] = float("nan"), float("nan"), float("inf")
-        got = operators.linear(x, weight, None)
-        assert got[1].isnan().all() and got[:, 66].isnan().all()
-        assert (got[0, :66] == torch.tensor([64.0]).where(torch.arange(66) != 5, float("inf"))).all()
+        expected = torch.nn.functional.linear(x.float(), weight.float())
+        torch.testing.assert_close(operators.linear(x, weight, None).float(), expected, equal_nan=True)
+
+
+def test_threads_of_python_do_not_meet(isa: str) -> None:
+    operators = cpu_build.operators()
+    weight = torch.randn((320, 640)).bfloat16()
+    inputs = [torch.randn((rows, 640)).bfloat16() for rows in (1, 7, 30, 64)]
+    alone = [operators.linear(x, weight, None) for x in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(20):
+            together = threads.map(lambda x: operators.linear(x, weight, None), inputs)
+            assert all(map(torch.equal, together, alone))
 
 
 def test_what_does_not_fit_is_refused(isa: str) -> None:
     operators = cpu_build.operators()
-    weight = torch.ones((4, 8)).bfloat16()
+    x, weight = torch.ones((2, 8)).bfloat16(), torch.ones((4, 8)).bfloat16()
     with pytest.raises(ValueError, match=r"rows are \[2, 7\] and weights are \[4, 8\]"):
-        operators.linear(torch.ones((2, 7)).bfloat16(), weight, None)
-    with pytest.raises(ValueError, match="linear takes bfloat16"):
-        operators.linear(torch.ones((2, 8)), weight, None)
+        operators.linear(x[:, :7], weight, None)
+    with pytest.raises(ValueError, match=r"the bias is \[1\] and weights are \[4, 8\]"):
+        operators.linear(x, weight, torch.ones(1).bfloat16())
+    with pytest.raises(ValueError, match="linear takes bfloat16 on the CPU, not Float on cpu"):
+        operators.linear(x.float(), weight, None)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -117,17 +134,42 @@ def test_layers_get_their_own_forward_back(way: str) -> None:
     assert not any("forward" in module.__dict__ for module in model)
 
 
-def test_weights_are_read_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "_packing_helps", lambda: False)
+@pytest.mark.parametrize("rows", [1, 20])
+def test_weights_are_used_as_they_are_now(rows: int, way: str) -> None:
     model = two_layers()
-    FastLinears(model)
-    x = torch.randn((3, 96)).bfloat16()
+    fast = FastLinears(model)
+    x = torch.randn((rows, 96)).bfloat16()
     with torch.inference_mode():
         once = model(x)
+    with torch.no_grad():
         model[2].weight.mul_(2)
-        torch.testing.assert_close(model(x), 2 * once)
-        model.float()
-        assert model(x.float()).dtype == torch.float32
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x).float(), 2 * once.float(), rtol=1e-2, atol=1e-2)
+        for other in (torch.float32, torch.bfloat16):  # other memory, then perhaps the same again, for other weights
+            model.to(other)
+            expected = torch.nn.Sequential.forward(deepcopy(model), x.to(other))
+            torch.testing.assert_close(model(x.to(other)).float(), expected.float(), rtol=1e-2, atol=1e-2)
+    fast.close()
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+def test_compiled_code_uses_them_too(rows: int, way: str) -> None:
+    model = two_layers()
+    x = torch.randn((rows, 96)).bfloat16()
+    with torch.inference_mode():
+        expected = model(x)
+        fast = FastLinears(model)
+        seen: list[str] = []
+
+        def backend(graph: Any, _: Any) -> Any:
+            seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+            return graph.forward
+
+        got = torch.compile(model, backend=backend)(x)
+        fast.close()
+    torch._dynamo.reset()
+    assert sum("kvcache.linear" in name for name in seen) == 2
+    torch.testing.assert_close(got.float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 
 @needs_bf16
@@ -149,9 +191,18 @@ def test_gradients_flow_through_the_plain_weights(way: str) -> None:
     fast.close()
 
 
+class OwnLinear(torch.nn.Linear):
+    """It may do anything."""
+
+
 def test_what_is_not_bf16_or_not_plain_is_left_alone(way: str) -> None:
-    model = two_layers(dtype=torch.float32)
-    assert FastLinears(model).num_bytes == 0 and "forward" not in model[0].__dict__
+    turned = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    turned.weight = torch.nn.Parameter(torch.randn((8, 4)).bfloat16().T)
+    mixed = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
+    mixed.bias = torch.nn.Parameter(torch.zeros(4))
+    others = [two_layers(dtype=torch.float32)[0], OwnLinear(8, 4, dtype=torch.bfloat16), turned, mixed]
+    for other in others:
+        assert FastLinears(other).num_bytes == 0 and "forward" not in other.__dict__
     hooked = two_layers()
     plain = hooked[0].forward
     own: Any = lambda x: plain(2 * x)  # noqa: E731

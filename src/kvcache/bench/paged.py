@@ -28,6 +28,8 @@ __all__ = ["Case", "Heads", "Paged", "Pool", "make_batch", "more_than_caches", "
 
 CACHES = 4
 """A pool and the copies of a case together are so many times the last-level cache."""
+MOST_PARTS = 1024
+"""Of a pool, that calls take turns over: what is small in a large pool, as in tests, would take long to plan."""
 CHUNK = 8192
 
 
@@ -151,13 +153,23 @@ def make_batch(case: Case, block_size: int, blocks: np.ndarray[tuple[int], np.dt
 
 
 def paged_visit(case: Case, paged: Paged, queries: Tensor, *, block_size: int, copies: int) -> Visit:
-    """Our kernel, the one that a cache takes for these arrays, over parts of the pool in turn."""
+    """Our kernel, the one that a cache takes for these arrays, over parts of the pool in turn.
+
+    Each part is attended to once beforehand, for a kernel plans a batch when it first sees it: once for all layers of a
+    step. vLLM's metadata is made beforehand, too.
+    """
     each = -(-case.num_tokens // block_size) * case.num_sequences
     order = np.random.default_rng(0).permutation(len(paged.keys.array)).astype(np.int32)
-    turn = cycle([make_batch(case, block_size, order[i * each : (i + 1) * each]) for i in range(copies)])
+    batches = [make_batch(case, block_size, order[i * each : (i + 1) * each]) for i in range(min(copies, MOST_PARTS))]
     kernel = kernels.choose(queries, paged.keys, paged.values)
-    scale = queries.shape[2] ** -0.5
-    return timed(lambda: kernel.attend(queries, paged.keys, paged.values, next(turn), scale=scale), queries.device)
+
+    def attend(batch: AttentionBatch) -> object:
+        return kernel.attend(queries, paged.keys, paged.values, batch, scale=queries.shape[2] ** -0.5)
+
+    for batch in batches:
+        attend(batch)
+    turn = cycle(batches)
+    return timed(lambda: attend(next(turn)), queries.device)
 
 
 def _random(count: int, seed: int, device: torch.device) -> Tensor:

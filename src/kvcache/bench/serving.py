@@ -359,7 +359,7 @@ def _anatomy(engine: Engine, prompts: _Prompts) -> Table:
         step, model, choice, rest = _steps(engine, prompts, count)
         weights = num_bytes / bandwidth
         rows.append((count, step * 1e3, model * 1e3, choice * 1e3, rest, weights * 1e3, weights / step))
-    plain, packed = _products(prompts.plain)
+    plain, fast = _products(prompts.plain)
     return Table(
         "Where a decode step goes",
         (
@@ -374,7 +374,7 @@ def _anatomy(engine: Engine, prompts: _Prompts) -> Table:
         rows,
         (
             f"stream limit {bandwidth / 1e9:.1f} GB/s; weights {num_bytes / 1e6:.0f} MB",
-            f"all linear layers, one token: {plain * 1e3:.1f} ms with plain weights, {packed * 1e3:.1f} ms with packed",
+            f"all linear layers, one token: {plain * 1e3:.1f} ms by PyTorch, {fast * 1e3:.1f} ms in a runner",
         ),
     )
 
@@ -401,13 +401,13 @@ def _steps(engine: Engine, prompts: _Prompts, count: int) -> tuple[float, float,
 
 
 def _products(model: Any) -> tuple[float, float]:
-    """Median seconds of one token through every linear layer, one after the other: plain weights, packed weights."""
+    """Median seconds of one token through every linear layer, one after the other: PyTorch's, then the runner's."""
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     inputs = [torch.ones((1, 1, layer.in_features), dtype=layer.weight.dtype) for layer in layers]
     medians = []
     with torch.inference_mode():
-        for is_packed in (False, True):
-            packed = FastLinears(model) if is_packed else None
+        for is_fast in (False, True):
+            fast = FastLinears(model) if is_fast else None
             times = []
             for _ in range(ANATOMY_STEPS):
                 began = time.perf_counter()
@@ -415,6 +415,6 @@ def _products(model: Any) -> tuple[float, float]:
                     layer(x)
                 times.append(time.perf_counter() - began)
             medians.append(median(times))
-            if packed is not None:
-                packed.close()
+            if fast is not None:
+                fast.close()
     return medians[0], medians[1]

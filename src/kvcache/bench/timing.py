@@ -28,8 +28,9 @@ CPU = torch.device("cpu")
 Visit: TypeAlias = Callable[[int], list[float]]
 """Calls a contender that many times and gives the seconds of each call."""
 
-PAUSE_SECONDS = 0.01
-"""Threads of OpenMP spin for some milliseconds after their work, on the cores that the next contender wants."""
+PAUSE_SECONDS = 0.03
+"""Threads of OpenMP spin for some milliseconds after their work, on the cores that the next contender wants: those of
+libgomp for 300 000 pauses of the processor, which may be 15 ms."""
 MAX_CALLS = 40
 SLOW_SECONDS = 0.3
 MIN_ROUNDS = 3

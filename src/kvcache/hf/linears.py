@@ -1,12 +1,12 @@
-"""Linear layers of bf16 models on the CPU: products by whoever reads the weights [out, in] fastest.
+"""Linear layers of bf16 models on the CPU: who multiplies with the weights [out, in].
 
-    rows of x   with AMX (`cpp/amx.h`)    AVX-512 with bf16                   other CPUs
-    few         ours: 128                 ours: 8, or 32 where nothing fits   ours: 32
-    more        PyTorch's                 oneDNN's over packed copies         PyTorch's
+    rows of x   with AMX (`cpp/amx.h`)   bf16 products without AMX       other x86
+    few         ours: up to 128          ours: up to 4 (32 without)      ours: up to 32
+    more        PyTorch's                oneDNN's over packed copies     PyTorch's
 
-Ours (`cpp/products.h`) reads weights as they lie, at the speed of memory. PyTorch does that at half of it and less.
-oneDNN is fast over a layout of its own: a packed copy of each weight lies beside the model's while a runner is open,
-where that is worth it and there is memory. (docs/performance.md has what each takes.)
+Ours (`cpp/products.h`) reads weights as they lie, for one row at nine tenths of the speed of memory; PyTorch takes
+twice as long. oneDNN is fast over a layout of its own: a packed copy of each weight lies beside the model's while a
+runner is open, where that is worth its memory. Decision 16 has what each takes.
 
 oneDNN's operators are those that torch.compile puts into models that it freezes: `_reorder_linear_weight` and
 `_linear_pointwise` of `torch.ops.mkldnn`. A compiler of ours (`compiled.py`) sees `kvcache::linear` instead.
@@ -15,11 +15,12 @@ oneDNN's operators are those that torch.compile puts into models that it freezes
 from __future__ import annotations
 
 import logging
+import platform
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +32,24 @@ __all__ = ["FastLinears", "available_bytes"]
 
 MEMORY_SHARE = 2
 """Packed copies take at most half of the memory that is available."""
-FEW_WITH_UNIT, FEW, FEW_BESIDE_COPIES = 128, 32, 8
+FEW_WITH_UNIT, FEW, FEW_BESIDE_COPIES = 128, 32, 4
 """Rows up to which ours is faster than PyTorch's with AMX and without, and than oneDNN's over packed copies without."""
 
 _log = logging.getLogger(__name__)
 
-_packed: dict[int, Tensor] = {}
-"""Packed copies by the address of their weights."""
+
+class _Copy(NamedTuple):
+    weight: Tensor  # kept, so that nothing else can come to lie at its address
+    version: int
+    packed: Tensor
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether a tensor at the same address is what was copied, unchanged."""
+        return weight.shape == self.weight.shape and weight._version == self.version
+
+
+_copies: dict[int, _Copy] = {}
+"""By the address of their weights."""
 
 
 def available_bytes(device: torch.device) -> int:
@@ -54,8 +66,9 @@ def available_bytes(device: torch.device) -> int:
 class FastLinears:
     """Gives the bf16 `nn.Linear`s of a model that are on the CPU another `forward`, until `close`.
 
-    `num_bytes`: what packed copies take. All layers have them or none, and they do not see weights that are changed in
-    place. With gradients on, layers use their own `forward`; where somebody has replaced it they are left alone.
+    `num_bytes`: what its packed copies take; all layers have them or none. A weight that is changed in place is used as
+    it lies from then on. With gradients on, layers use their own `forward`; where somebody has replaced it they are
+    left alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,29 +77,35 @@ class FastLinears:
         self.num_bytes = 0
         if not self._modules:
             return
-        if _packing_helps():
-            self._pack({module.weight.data_ptr(): module.weight.detach() for module in self._modules})
-        for module in self._modules:
-            Replaced.put(module, _forward(module))
+        try:
+            if _packing_helps():
+                self._pack({module.weight.data_ptr(): module.weight.detach() for module in self._modules})
+            for module in self._modules:
+                Replaced.put(module, _forward(module))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the layers their own `forward` back and free the copies. Repeating it changes nothing."""
         for module in self._modules:
             Replaced.undo(module)
         for pointer in self._pointers:
-            del _packed[pointer]
+            del _copies[pointer]
         self._modules, self._pointers, self.num_bytes = [], set(), 0
 
     def _pack(self, weights: dict[int, Tensor]) -> None:
+        weights = {pointer: weight for pointer, weight in weights.items() if pointer not in _copies}
         num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
         room = available_bytes(torch.device("cpu")) // MEMORY_SHARE
         if num_bytes > room:
             _log.info("weights stay as they are: packed copies take %d bytes and %d may be used", num_bytes, room)
             return
-        self.num_bytes = num_bytes
-        for pointer in weights.keys() - _packed.keys():
-            _packed[pointer] = torch.ops.mkldnn._reorder_linear_weight(weights[pointer])
+        for pointer, weight in weights.items():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            _copies[pointer] = _Copy(weight, weight._version, packed)
             self._pointers.add(pointer)
+        self.num_bytes = num_bytes
 
 
 def padded_rows(num_rows: int) -> int:
@@ -105,18 +124,17 @@ def padded_rows(num_rows: int) -> int:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Rows x [..., in] times weights [out, in]."""
+    """Rows x [..., in] times weights [out, in], with gradients off."""
     if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_cpu:
         return nn.functional.linear(x, weight, bias)
-    packed = _packed.get(weight.data_ptr())
+    copy = _copies.get(weight.data_ptr()) if _copies else None
+    if copy is not None and not copy.is_of(weight):
+        copy = None
     library = cpu_build.operators()
-    if x.numel() <= _most_rows(library, packed is not None) * x.shape[-1]:
+    if x.numel() <= _most_rows(library, copy is not None) * x.shape[-1]:
         product: Tensor = library.linear(x, weight, bias)
-    elif packed is not None:
-        product = _packed_product(x, packed, bias)
-    else:
-        product = nn.functional.linear(x, weight, bias)
-    return product
+        return product
+    return nn.functional.linear(x, weight, bias) if copy is None else _packed_product(x, copy.packed, bias)
 
 
 @cache
@@ -138,20 +156,25 @@ def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _packing_helps() -> bool:
-    """Where there is neither AMX nor a CPU whose bf16 products oneDNN emulates, slowly over any layout."""
+    """Where there is no AMX that we could use. Without bf16 products oneDNN is slow over any layout."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
     library = cpu_build.operators()
-    return isinstance(library, str) or (library.isa() == "avx512+bf16" and not library.uses_amx())
+    return (not is_x86 or torch.cpu._is_avx512_bf16_supported()) and (
+        isinstance(library, str) or not library.uses_amx()
+    )
 
 
 def _is_plain(module: nn.Linear) -> bool:
+    """Whether its `forward` is a product with a dense weight of bf16 on the CPU, and nothing else."""
+    weight, parts = module.weight, list(module.parameters(recurse=False))
     return (
         type(module) is nn.Linear  # a subclass may do anything
-        and module.weight.device.type == "cpu"
-        and module.weight.dtype == torch.bfloat16
-        and module.weight.numel() > 0
         and has_own_forward(module)
+        and all(type(part) is nn.Parameter and part.is_cpu and part.dtype is torch.bfloat16 for part in parts)
+        and weight.is_contiguous()
+        and weight.numel() > 0
     )
 
 

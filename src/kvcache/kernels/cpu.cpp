@@ -114,8 +114,11 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   TORCH_CHECK_VALUE(weight.dim() == 2 && x.dim() > 0 && x.size(-1) == weight.size(1), "rows are ", x.sizes(),
                     " and weights are ", weight.sizes());
+  TORCH_CHECK_VALUE(!bias.has_value() || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "the bias is ",
+                    bias->sizes(), " and weights are ", weight.sizes());
   const auto dense = [](const at::Tensor& t) {
-    TORCH_CHECK_VALUE(t.scalar_type() == at::kBFloat16, "linear takes bfloat16, not ", t.scalar_type());
+    TORCH_CHECK_VALUE(t.scalar_type() == at::kBFloat16 && t.is_cpu(), "linear takes bfloat16 on the CPU, not ",
+                      t.scalar_type(), " on ", t.device());
     return t.contiguous();
   };
   const auto values = [](const at::Tensor& t) { return static_cast<uint16_t*>(t.data_ptr()); };

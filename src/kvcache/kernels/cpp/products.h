@@ -1,7 +1,7 @@
 // Few rows times the weights of a linear layer, bf16 [out, in] as they lie in the model: no copy, nothing packed.
 //
-// Bytes moved: the weights, once, in one run for each thread; a panel of their rows stays in the caches while all rows of x
-// meet it. Up to 4 rows are dot products along the rows of weights. With the tile unit (`amx.h`) more are
+// Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows are
+// dot products along one row of weights after the other. With the tile unit (`amx.h`) more are
 //
 //   product^T [16 weights][16 rows]  +=  weights [16][32 values]  .  x^T [16 pairs][16 rows], which is packed once
 //
@@ -15,8 +15,7 @@
 
 namespace kv {
 
-constexpr int FEW_PRODUCTS = 4;  // rows whose sums fit the registers beside the weights
-constexpr int PANEL = 32;        // rows of weights; a multiple of EDGE
+constexpr int PANEL = 2 * EDGE;  // rows of weights
 // Processors fetch one run by themselves, but not far enough ahead. This goes into the second level: of 335 MB in rows of 640
 // a core of Granite Rapids reads 17 to 19 GB/s then, 16 with the first level, 15 without (one row of x).
 constexpr int WEIGHTS_AHEAD = 8192;  // bytes
@@ -49,13 +48,13 @@ KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weigh
   __m512 acc[MR][2];
 #pragma GCC unroll 4
   for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
-  const auto add = [&](int64_t at, auto&& load) {
-    const __m512i w[2] = {load(weight + at, 0), load(weight + at + DEPTH, 1)};
+  const auto add = [&](int64_t at, auto&& get) {
+    const __m512i w[2] = {get(weight + at, 0), get(weight + at + DEPTH, 1)};
 #pragma GCC unroll 4
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 2
       for (int i = 0; i < 2; i++)
-        acc[r][i] = _mm512_dpbf16_ps(acc[r][i], (__m512bh)load(rows + r * x.width + at + i * DEPTH, i), (__m512bh)w[i]);
+        acc[r][i] = _mm512_dpbf16_ps(acc[r][i], (__m512bh)get(rows + r * x.width + at + i * DEPTH, i), (__m512bh)w[i]);
   };
   int64_t at = 0;
 #pragma GCC unroll 2
@@ -74,7 +73,7 @@ KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weigh
 
 inline Factors prepare(const Linear& p) {
   thread_local Buffer<uint32_t> columns;
-  if (!use_amx || p.rows <= FEW_PRODUCTS || p.in % DEPTH != 0) return {p.x, p.in, nullptr};
+  if (!use_amx || p.rows <= FEW_BLOCK || p.in % DEPTH != 0 || p.out < PANEL) return {p.x, p.in, nullptr};
   columns.reserve(size_t((p.rows + EDGE - 1) / EDGE * EDGE * p.in / 2));
   for (int64_t r = 0; r < p.rows; r += EDGE)
     pack_columns(p.x + r * p.in, int(std::min<int64_t>(p.rows - r, EDGE)), int(p.in), columns.at + r / 2 * p.in);
@@ -132,10 +131,10 @@ inline void write_sums(const Linear& p, const float (*sums)[EDGE], int64_t row, 
   }
 }
 
-// Columns [first, first + count), at most EDGE, for up to FEW_PRODUCTS rows.
+// Columns [first, first + count), at most EDGE, for up to FEW_BLOCK rows.
 template <bool FETCH>
 inline void multiply_directly(const Linear& p, const Factors& x, int64_t row, int rows, int64_t first, int count) {
-  alignas(64) float sums[FEW_PRODUCTS][EDGE] = {};
+  alignas(64) float sums[FEW_BLOCK][EDGE] = {};
   for (int i = 0; i < count; i++) {
     const uint16_t* weight = p.weight + (first + i) * p.in;
     switch (rows) {
@@ -194,18 +193,18 @@ inline void multiply_panel(const Linear& p, const Factors& x, int64_t first) {
   }
 #endif
   const int64_t end = std::min(first + PANEL, p.out);
-  for (int64_t row = 0; row < p.rows; row += FEW_PRODUCTS)
+  for (int64_t row = 0; row < p.rows; row += FEW_BLOCK)
     for (int64_t at = first; at < end; at += EDGE) {
       const auto f = row == 0 ? multiply_directly<true> : multiply_directly<false>;
-      f(p, x, row, int(std::min<int64_t>(p.rows - row, FEW_PRODUCTS)), at, int(std::min<int64_t>(end - at, EDGE)));
+      f(p, x, row, int(std::min<int64_t>(p.rows - row, FEW_BLOCK)), at, int(std::min<int64_t>(end - at, EDGE)));
     }
 }
 
 // to = x . weight^T + bias.
 inline void multiply(const Linear& p) {
   const Factors x = prepare(p);
-  const int64_t panels = (p.out + PANEL - 1) / PANEL, grain = std::max<int64_t>(1, GRAIN / (PANEL * p.in));
-  at::parallel_for(0, panels, grain, [&](int64_t begin, int64_t end) {
+  const int64_t panels = (p.out + PANEL - 1) / PANEL, grain = GRAIN / std::max<int64_t>(PANEL * p.in, 1);
+  at::parallel_for(0, panels, std::max<int64_t>(grain, 1), [&](int64_t begin, int64_t end) {
 #if defined(KV_BF16)
     const TileUnit unit(x.columns != nullptr);
 #endif

@@ -310,9 +310,6 @@ KV_INLINE uint16_t float_to_bf16(float x) {
   return uint16_t((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
 }
 
-KV_INLINE float f16_to_float(uint16_t x) { return c10::detail::fp16_ieee_to_fp32_value(x); }
-KV_INLINE uint16_t float_to_f16(float x) { return c10::detail::fp16_ieee_from_fp32_value(x); }
-
 // The same for LANES values.
 KV_INLINE void store_bf16(uint16_t* to, vf values) {
   typedef uint16_t halves __attribute__((vector_size(2 * KV_LANES)));
@@ -320,6 +317,9 @@ KV_INLINE void store_bf16(uint16_t* to, vf values) {
   const vu kept = values == values ? rounded : (u >> 16) | 0x40u;
   store(to, __builtin_convertvector(kept, halves));
 }
+
+KV_INLINE float f16_to_float(uint16_t x) { return c10::detail::fp16_ieee_to_fp32_value(x); }
+KV_INLINE uint16_t float_to_f16(float x) { return c10::detail::fp16_ieee_from_fp32_value(x); }
 
 inline void f16_to_floats(const uint16_t* from, int n, float* to) {
   int i = 0;
