@@ -51,7 +51,7 @@ sanitize: $(VENV)/.installed-dev
 	KVCACHE_HOME=build/sanitize \
 	KVCACHE_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g -DKVCACHE_EMULATE_AMX" \
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 \
+	ASAN_OPTIONS=detect_leaks=0 OPENBLAS_NUM_THREADS=1 \
 	$(bin)/python -m pytest --config-file=pyproject.toml -q tests/test_kernels_cpu.py tests/contracts/test_kernels.py tests/test_fused.py \
 	  tests/test_linears.py
 

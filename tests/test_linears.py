@@ -152,6 +152,16 @@ def test_weights_are_used_as_they_are_now(rows: int, way: str) -> None:
     fast.close()
 
 
+def test_models_made_in_inference_mode(way: str) -> None:
+    with torch.inference_mode():
+        model = two_layers()
+        x = torch.randn((20, 96)).bfloat16()
+        expected = model(x)
+        fast = FastLinears(model)
+        torch.testing.assert_close(model(x).float(), expected.float(), rtol=1e-2, atol=1e-2)
+        fast.close()
+
+
 @pytest.mark.parametrize("rows", [3, 200])
 def test_compiled_code_uses_them_too(rows: int, way: str) -> None:
     model = two_layers()

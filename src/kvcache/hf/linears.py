@@ -45,7 +45,12 @@ class _Copy(NamedTuple):
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether a tensor at the same address is what was copied, unchanged."""
-        return weight.shape == self.weight.shape and weight._version == self.version
+        return weight.shape == self.weight.shape and _version(weight) == self.version
+
+
+def _version(weight: Tensor) -> int:
+    """How often it has been changed in place. Inference tensors do not count."""
+    return 0 if weight.is_inference() else weight._version
 
 
 _copies: dict[int, _Copy] = {}
@@ -103,7 +108,7 @@ class FastLinears:
             return
         for pointer, weight in weights.items():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-            _copies[pointer] = _Copy(weight, weight._version, packed)
+            _copies[pointer] = _Copy(weight, _version(weight), packed)
             self._pointers.add(pointer)
         self.num_bytes = num_bytes
 
