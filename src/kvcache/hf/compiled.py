@@ -5,7 +5,7 @@ compiler must not look into are three operators, opaque to it:
 
     k, v -- TracedCache.update -->  unchanged: nothing is stored while tracing
     q, k, v -- kvcache::attend -->  the layer's keys and values are put, and attention reads the blocks in place
-    x, weight -- kvcache::linear --> the fastest product, by `linears.py`
+    x, weight -- kvcache::linear --> a product by whom `linears.py` chooses
 
 While a graph runs, `attend` finds its cache by the thread: `running` names it for the time of one call. Compiling takes
 a minute on two cores.

@@ -130,7 +130,7 @@ def padded_rows(num_rows: int) -> int:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Rows x [..., in] times weights [out, in], with gradients off."""
-    if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or not weight.is_cpu:
+    if not (x.is_cpu and weight.is_cpu and x.dtype is weight.dtype is torch.bfloat16):
         return nn.functional.linear(x, weight, bias)
     copy = _copies.get(weight.data_ptr()) if _copies else None
     if copy is not None and not copy.is_of(weight):
@@ -188,9 +188,8 @@ def _forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
         if torch.compiler.is_compiling():
             traced: Tensor = torch.ops.kvcache.linear(x, module.weight, module.bias)
             return traced
-        if torch.is_grad_enabled() or not x.is_cpu:
-            return nn.functional.linear(x, module.weight, module.bias)
-        return _linear(x, module.weight, module.bias)
+        product = nn.functional.linear if torch.is_grad_enabled() else _linear
+        return product(x, module.weight, module.bias)
 
     return forward
 

@@ -30,7 +30,7 @@ inline void write_row(void* base, int64_t at, int format, int dim, const float* 
   if (format == F32)
     std::copy_n(values, dim, f32);
   else if (format == BF16)
-    for (int i = 0; i < dim; i++) half[i] = float_to_bf16(values[i]);
+    floats_to_bf16(values, dim, half);
   else
     floats_to_f16(values, dim, half);
 }

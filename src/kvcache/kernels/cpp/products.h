@@ -120,14 +120,11 @@ inline Factors prepare(const Linear& p) {
 
 // The product's columns [first, first + count) of `rows` rows from `row` on, with the bias.
 inline void write_sums(const Linear& p, const float (*sums)[EDGE], int64_t row, int rows, int64_t first, int count) {
-  alignas(64) float bias[EDGE] = {};
-  alignas(64) uint16_t values[EDGE];
+  alignas(64) float bias[EDGE] = {}, values[EDGE];
   if (p.bias != nullptr) read_row(p.bias, first, BF16, count, bias);
   for (int r = 0; r < rows; r++) {
-    uint16_t* to = p.to + (row + r) * p.out + first;
-    for (int i = 0; i < EDGE; i += LANES)
-      store_bf16(count == EDGE ? to + i : values + i, load<vf>(sums[r] + i) + load<vf>(bias + i));
-    if (count < EDGE) std::copy_n(values, count, to);
+    for (int i = 0; i < EDGE; i++) values[i] = sums[r][i] + bias[i];
+    write_row(p.to, (row + r) * p.out + first, BF16, count, values);
   }
 }
 

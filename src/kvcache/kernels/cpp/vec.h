@@ -310,12 +310,15 @@ KV_INLINE uint16_t float_to_bf16(float x) {
   return uint16_t((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
 }
 
-// The same for LANES values.
-KV_INLINE void store_bf16(uint16_t* to, vf values) {
+inline void floats_to_bf16(const float* from, int n, uint16_t* to) {
   typedef uint16_t halves __attribute__((vector_size(2 * KV_LANES)));
-  const vu u = bits<vu>(values), rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const vu kept = values == values ? rounded : (u >> 16) | 0x40u;
-  store(to, __builtin_convertvector(kept, halves));
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    const vf values = load<vf>(from + i);
+    const vu u = bits<vu>(values), rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    store(to + i, __builtin_convertvector(values == values ? rounded : (u >> 16) | 0x40u, halves));
+  }
+  for (; i < n; i++) to[i] = float_to_bf16(from[i]);
 }
 
 KV_INLINE float f16_to_float(uint16_t x) { return c10::detail::fp16_ieee_to_fp32_value(x); }
