@@ -33,6 +33,9 @@ constexpr int EDGE = 16;   // rows and columns of a tile of the unit
 constexpr int DEPTH = 32;  // values of a product's row
 constexpr int UNIT_FEW = 8;  // rows of a head: above, they go in lanes
 
+// Rows that a head of few rows takes up in the operands of the unit: their scores are turned back four at a time.
+constexpr int columns_of(int num_rows) { return num_rows <= 4 ? 4 : 8; }
+
 // On by `set_amx`, which cpu_build.py calls where the system lets this process use it.
 inline bool use_amx = false;
 
@@ -65,26 +68,14 @@ KV_INLINE void tile_dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// While one is alive, all tiles of its thread have 16 rows of 64 bytes.
-class TileUnit {
- public:
-  explicit TileUnit(bool on) : on(on) {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } shapes;
-    for (int t = 0; t < 8; t++) shapes.row_bytes[t] = 64, shapes.rows[t] = EDGE;
-    if (on) asm volatile("ldtilecfg %0" ::"m"(shapes));
-  }
-  ~TileUnit() {
-    if (on) asm volatile("tilerelease");
-  }
-  TileUnit(const TileUnit&) = delete;
-
- private:
-  bool on;
+struct alignas(64) Shapes {  // of the eight tiles
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
 };
+
+inline void set_shapes(const Shapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+inline void release_tiles() { asm volatile("tilerelease"); }
 
 #else  // the same on any CPU but for rounding, slowly, for tests
 
@@ -93,13 +84,24 @@ struct alignas(64) TileRegister {
 };
 inline thread_local TileRegister tile_registers[8];
 
+struct Shapes {
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+inline thread_local Shapes tile_shapes;
+
+inline void set_shapes(const Shapes& shapes) { tile_shapes = shapes; }
+inline void release_tiles() {}
+
 template <int T>
 void tile_load(const void* at, int64_t step) {
-  for (int i = 0; i < EDGE; i++) std::memcpy(tile_registers[T].rows[i], static_cast<const uint8_t*>(at) + i * step, 64);
+  for (int i = 0; i < tile_shapes.rows[T]; i++)
+    std::memcpy(tile_registers[T].rows[i], static_cast<const uint8_t*>(at) + i * step, tile_shapes.row_bytes[T]);
 }
 template <int T>
 void tile_store(void* at, int64_t step) {
-  for (int i = 0; i < EDGE; i++) std::memcpy(static_cast<uint8_t*>(at) + i * step, tile_registers[T].rows[i], 64);
+  for (int i = 0; i < tile_shapes.rows[T]; i++)
+    std::memcpy(static_cast<uint8_t*>(at) + i * step, tile_registers[T].rows[i], tile_shapes.row_bytes[T]);
 }
 template <int T>
 void tile_zero() {
@@ -119,11 +121,33 @@ void tile_dot() {
   }
 }
 
-struct TileUnit {
-  explicit TileUnit(bool) {}
-};
-
 #endif
+
+// For the tiles [begin, end).
+inline void set_rows(Shapes& shapes, int begin, int end, int num_rows, int row_bytes) {
+  for (int t = begin; t < end; t++) shapes.rows[t] = uint8_t(num_rows), shapes.row_bytes[t] = uint16_t(row_bytes);
+}
+
+inline Shapes full_shapes() {
+  Shapes shapes;
+  set_rows(shapes, 0, 8, EDGE, 64);
+  return shapes;
+}
+
+// While one is alive, all tiles of its thread have 16 rows of 64 bytes, unless `set_shapes` changes them meanwhile.
+class TileUnit {
+ public:
+  explicit TileUnit(bool on) : on(on) {
+    if (on) set_shapes(full_shapes());
+  }
+  ~TileUnit() {
+    if (on) release_tiles();
+  }
+  TileUnit(const TileUnit&) = delete;
+
+ private:
+  bool on;
+};
 
 // --- operands ---------------------------------------------------------------------------------------------------------
 
@@ -192,119 +216,135 @@ void find_sixteens(const uint8_t* const* rows, int slots, int dim, uint16_t* buf
   next = ahead;
 }
 
-// Right operands from `count` <= 16 rows of bf16 [width], the others zero: to[width / 32][16 pairs][16 rows].
-inline void pack_columns(const uint16_t* rows, int count, int width, uint32_t* to) {
+// Right operands from `count` <= `columns` rows of bf16 [width], the others zero: to[width / 2 pairs][columns rows]. For fewer
+// than 16 columns 64 bytes behind them are written, too.
+inline void pack_columns(const uint16_t* rows, int count, int width, int columns, uint32_t* to) {
   for (int d = 0; d < width; d += DEPTH) {
     vu t[EDGE];
     for (int i = 0; i < EDGE; i++) t[i] = i < count ? load<vu>(rows + size_t(i) * width + d) : vu{};
     transpose(t);
-    for (int i = 0; i < EDGE; i++, to += EDGE) store(to, t[i]);
+    for (int i = 0; i < EDGE; i++, to += columns) store(to, t[i]);
   }
 }
 
 // --- few rows ---------------------------------------------------------------------------------------------------------
 
-// LINES lines where it is known how many are due, else as many as `ahead` says are, in LINES / 4 units of work.
-template <bool FETCH, int LINES>
-KV_INLINE void pace(Ahead& ahead) {
-  if constexpr (FETCH)
-    ahead.fetch<LINES>();
-  else
-    ahead.step<LINES / 4>();
+// Queries that `pack_columns` packed, from value `d` on, into the tiles 4 to 7, as far as there are tiles.
+KV_INLINE void load_queries(const uint32_t* queries, int columns, int depth, int d) {
+  const uint32_t* at = queries + d / 2 * columns;
+  const int next = DEPTH / 2 * columns;
+  tile_load<4>(at, 4 * columns);
+  if (d + DEPTH < depth) tile_load<5>(at + next, 4 * columns);
+  if (d + 2 * DEPTH < depth) tile_load<6>(at + 2 * next, 4 * columns);
+  if (d + 3 * DEPTH < depth) tile_load<7>(at + 3 * next, 4 * columns);
 }
 
-// scores[r][TILE] = keys . queries for `num_rows` <= 16 rows that `pack_columns` packed. FETCH: three quarters and an eighth
-// of as many lines are fetched as are read here, evenly; who calls fetches the rest beside `soften`. Without it `ahead` paces.
-template <bool FETCH>
-void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num_rows, float* scores, Ahead& next) {
+// to [16], `step` bytes apart = keys . queries, whose first 128 values are in their tiles. C: 0 and 1 in turn, so that while
+// one sum is waited for the next begins. `pace` is called after each product.
+template <int C, class F>
+KV_INLINE void score_sixteen(const uint32_t* queries, int columns, int depth, const Sixteen& keys, float* to, int step,
+                             F&& pace) {
+  const auto add = [&](int d, auto tile) {
+    if (d >= depth) return;
+    tile_load<2 + C>(keys.at + 2 * d, keys.step), tile_dot<C, 2 + C, decltype(tile)::value>();
+    pace();
+  };
+  tile_zero<C>();
+  for (int d = 0; d < depth; d += 4 * DEPTH) {
+    if (depth > 4 * DEPTH) load_queries(queries, columns, depth, d);
+    add(d, std::integral_constant<int, 4>()), add(d + DEPTH, std::integral_constant<int, 5>());
+    add(d + 2 * DEPTH, std::integral_constant<int, 6>()), add(d + 3 * DEPTH, std::integral_constant<int, 7>());
+  }
+  tile_store<C>(to, step);
+}
+
+// out[r][16 slots] of four rows from [16 slots][rows], `columns` values apart.
+KV_INLINE void turn_back(const float* from, int columns, __m512* out) {
+  __m512 v[4];  // part p of v[i]: four rows of slot i + 4 * p
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++, from += columns) {
+    v[i] = _mm512_castps128_ps512(_mm_load_ps(from));
+    v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x00f0, _mm_load_ps(from + 4 * columns));
+    v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0f00, _mm_load_ps(from + 8 * columns));
+    v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xf000, _mm_load_ps(from + 12 * columns));
+  }
+  const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
+  const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+}
+
+// scores[r][TILE] = keys . queries for `num_rows` rows that `pack_columns` packed.
+inline void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, int num_rows, float* scores, Ahead& next) {
   Ahead ahead = next;
   alignas(64) float turned[TILE][EDGE];
-  // Sixteen slots after the other, as they lie in memory; while one waits for its sum the next begins. The queries stay in
-  // their tiles as far as there are tiles.
-  const auto load_queries = [&](int d) {
-    tile_load<4>(queries + d / 2 * EDGE, 64);
-    if (d + DEPTH < depth) tile_load<5>(queries + (d + DEPTH) / 2 * EDGE, 64);
-    if (d + 2 * DEPTH < depth) tile_load<6>(queries + (d + 2 * DEPTH) / 2 * EDGE, 64);
-    if (d + 3 * DEPTH < depth) tile_load<7>(queries + (d + 3 * DEPTH) / 2 * EDGE, 64);
-  };
-  const auto score = [&](const Sixteen& rows, float* to, auto half) {
-    constexpr int C = decltype(half)::value;
-    const auto add = [&](int d, auto part) {
-      if (d >= depth) return;
-      tile_load<2 + C>(rows.at + 2 * d, rows.step), tile_dot<C, 2 + C, 4 + decltype(part)::value>();
-      pace<FETCH, 12>(ahead);
-    };
-    tile_zero<C>();
-    for (int d = 0; d < depth; d += 4 * DEPTH) {
-      if (depth > 4 * DEPTH) load_queries(d);
-      add(d, std::integral_constant<int, 0>()), add(d + DEPTH, std::integral_constant<int, 1>());
-      add(d + 2 * DEPTH, std::integral_constant<int, 2>()), add(d + 3 * DEPTH, std::integral_constant<int, 3>());
-    }
-    tile_store<C>(to, 64);
-  };
-  load_queries(0);
+  const int columns = columns_of(num_rows);
+  const auto pace = [&] { ahead.step<3>(); };
+  // Sixteen slots after the other, as they lie in memory.
+  load_queries(queries, columns, depth, 0);
   for (int k = 0; k < TILE; k += 2 * EDGE, keys += 2) {
-    score(keys[0], turned[k], std::integral_constant<int, 0>());
-    score(keys[1], turned[k + EDGE], std::integral_constant<int, 1>());
+    score_sixteen<0>(queries, columns, depth, keys[0], turned[k], 64, pace);
+    score_sixteen<1>(queries, columns, depth, keys[1], turned[k + EDGE], 64, pace);
   }
   for (int r = 0; r < num_rows; r += 4)
     for (int k = 0; k < TILE; k += EDGE) {
-      if (FETCH && r == 0) ahead.fetch(depth / 16);
-      __m512 v[4];  // part p of v[i]: four rows of slot i + 4 * p
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) {
-        const float* from = turned[k + i] + r;
-        v[i] = _mm512_castps128_ps512(_mm_load_ps(from));
-        v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x00f0, _mm_load_ps(from + 4 * EDGE));
-        v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0f00, _mm_load_ps(from + 8 * EDGE));
-        v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xf000, _mm_load_ps(from + 12 * EDGE));
-      }
-      const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
-      const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
-      const __m512d out[4] = {_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b), _mm512_unpacklo_pd(c, d),
-                              _mm512_unpackhi_pd(c, d)};
+      __m512 out[4];
+      turn_back(turned[k] + r, EDGE, out);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++)
-        if (r + i < num_rows) _mm512_store_ps(scores + (r + i) * TILE + k, _mm512_castpd_ps(out[i]));
+        if (r + i < num_rows) _mm512_store_ps(scores + (r + i) * TILE + k, out[i]);
     }
   next = ahead;
 }
 
+// The tiles 0 to 3 += weights, `step` bytes apart, times values [16][blocks * DEPTH] from `at` on. `pace` as above.
+template <class F>
+KV_INLINE void mix_sixteen(const uint32_t* weights, int step, const uint8_t* at, int64_t values_step, int blocks, F&& pace) {
+  tile_load<4>(weights, step);
+  tile_load<5>(at, values_step), tile_dot<0, 4, 5>();
+  pace();
+  if (blocks == 1) return;
+  tile_load<6>(at + 64, values_step), tile_dot<1, 4, 6>();
+  pace();
+  if (blocks == 2) return;
+  tile_load<5>(at + 128, values_step), tile_dot<2, 4, 5>();
+  pace();
+  if (blocks == 3) return;
+  tile_load<6>(at + 192, values_step), tile_dot<3, 4, 6>();
+  pace();
+}
+
+using Sums = float[4][EDGE][EDGE];  // of four blocks of DEPTH columns: the first ones of all rows, then the second ones
+
+KV_INLINE void take_sums(Sums sums) {
+  tile_store<0>(sums[0], 64), tile_store<1>(sums[1], 64), tile_store<2>(sums[2], 64), tile_store<3>(sums[3], 64);
+}
+
+// out = out * factor + sums, of row r of `num_rows`.
+KV_INLINE void add_sums(const Sums sums, int r, int num_rows, int blocks, float correction, float* out) {
+  const __m512 factor = _mm512_set1_ps(correction);
+  for (int b = 0; b < blocks; b++, out += DEPTH) {
+    _mm512_store_ps(out, _mm512_fmadd_ps(_mm512_load_ps(out), factor, _mm512_load_ps(sums[b][r])));
+    _mm512_store_ps(out + EDGE, _mm512_fmadd_ps(_mm512_load_ps(out + EDGE), factor, _mm512_load_ps(sums[b][num_rows + r])));
+  }
+}
+
 // out[r] = out[r] * correction[r] + weights . values for the rows [begin, end) of `num_rows` <= 8. Weights are those of
 // `store_halves`, [2 * num_rows][TILE], all first ones and then all second ones; 16 rows are read. Columns come as
-// `value_order` has those of fp8. FETCH: as many lines are fetched as are read.
-template <bool FETCH>
-void mix_amx(const uint32_t* weights, int begin, int end, int num_rows, const Sixteen* values, int slots, float* out,
-             const float* correction, int columns, Ahead& next) {
+// `value_order` has those of fp8.
+inline void mix_amx(const uint32_t* weights, int begin, int end, int num_rows, const Sixteen* values, int slots, float* out,
+                    const float* correction, int columns, Ahead& next) {
   Ahead ahead = next;
-  alignas(64) float sums[4][EDGE][EDGE];
+  alignas(64) Sums sums;
   for (int c = 0; c < columns; c += 4 * DEPTH) {
     const int blocks = std::min(4, (columns - c) / DEPTH);
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-    for (int g = 0; g < slots / EDGE; g++) {
-      const uint8_t* at = values[g].at + 2 * c;
-      tile_load<4>(weights + g * EDGE, 4 * TILE);
-      tile_load<5>(at, values[g].step), tile_dot<0, 4, 5>();
-      pace<FETCH, 14>(ahead);
-      if (blocks == 1) continue;
-      tile_load<6>(at + 64, values[g].step), tile_dot<1, 4, 6>();
-      pace<FETCH, 14>(ahead);
-      if (blocks == 2) continue;
-      tile_load<5>(at + 128, values[g].step), tile_dot<2, 4, 5>();
-      pace<FETCH, 14>(ahead);
-      if (blocks == 3) continue;
-      tile_load<6>(at + 192, values[g].step), tile_dot<3, 4, 6>();
-      pace<FETCH, 14>(ahead);
-    }
-    tile_store<0>(sums[0], 64), tile_store<1>(sums[1], 64), tile_store<2>(sums[2], 64), tile_store<3>(sums[3], 64);
+    for (int g = 0; g < slots / EDGE; g++)
+      mix_sixteen(weights + g * EDGE, 4 * TILE, values[g].at + 2 * c, values[g].step, blocks, [&] { ahead.step<3>(); });
+    take_sums(sums);
     for (int r = begin; r < end; r++) {
-      const __m512 factor = _mm512_set1_ps(correction[r]);
-      float* to = out + size_t(r) * columns + c;
-      for (int b = 0; b < blocks; b++, to += DEPTH) {
-        if (r == begin) pace<FETCH, 8>(ahead);
-        _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_load_ps(to), factor, _mm512_load_ps(sums[b][r])));
-        _mm512_store_ps(to + EDGE, _mm512_fmadd_ps(_mm512_load_ps(to + EDGE), factor, _mm512_load_ps(sums[b][num_rows + r])));
-      }
+      if (r == begin) ahead.step<8>();
+      add_sums(sums, r, num_rows, blocks, correction[r], out + size_t(r) * columns + c);
     }
   }
   next = ahead;

@@ -22,6 +22,7 @@
 #include "lanes.h"
 #include "rows.h"
 #include "sweep.h"
+#include "unit.h"
 
 namespace kv {
 
@@ -205,12 +206,13 @@ class Attention {
     if (shape.in_lanes(rows_of_head(task))) return s.lanes.reserve(heads, rows_of_head(task), depth, shape.values.width);
 #endif
     const bool in_unit = shape.scores_amx(rows_of_head(task));
-    s.queries.reserve(in_unit ? size_t(heads) * EDGE * depth : rows * shape.key_dim);
+    s.queries.reserve(in_unit ? size_t(heads) * columns_of(rows_of_head(task)) * (depth / 2) + EDGE : rows * shape.key_dim);
     s.tile.reserve(size_t(TILE) * std::max(depth, shape.values.width));
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
-    s.scores.reserve(scores * TILE);
-    const size_t tiles = !sweeps(task) ? 1 : sweeps_unit(task) ? UNIT_SWEEP : SWEEP;  // whose weights are held at a time
+    const bool wide = sweeps(task) && sweeps_unit(task);
+    s.scores.reserve(wide ? size_t(columns_of(rows_of_head(task))) * WIDE : scores * TILE);
+    const size_t tiles = wide ? UNIT_SWEEP * (WIDE / TILE) : sweeps(task) ? SWEEP : 1;  // whose weights are held at a time
     const size_t groups = shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
     if (shape.mixes_amx(rows_of_head(task)))
       s.weights.reserve((tiles * 2 * scores + EDGE) * TILE);
@@ -239,9 +241,10 @@ class Attention {
     const int num_rows = rows_of_head(task);
     if (shape.in_lanes(num_rows)) {
       s.lanes.set_sights(s.begins.at, s.ends.at, p.group);
-      return pack_columns_of(task, BANDS * EDGE, s.lanes.queries.at);
+      return pack_columns_of(task, EDGE, BANDS * EDGE, s.lanes.queries.at);
     }
-    if (shape.scores_amx(num_rows)) return pack_columns_of(task, EDGE, reinterpret_cast<uint32_t*>(s.queries.at));
+    const int columns = columns_of(num_rows);
+    if (shape.scores_amx(num_rows)) return pack_columns_of(task, columns, columns, reinterpret_cast<uint32_t*>(s.queries.at));
 #endif
     for (int h = task.head_begin; h < task.head_end; h++)
       for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
@@ -258,53 +261,58 @@ class Attention {
   }
 
 #if defined(KV_BF16)
-  // The queries as the tile unit wants them, sixteen rows at a time; heads begin at multiples of `align` rows.
-  void pack_columns_of(const Task& task, int align, uint32_t* to) const {
+  // The queries as the tile unit wants them, `columns` rows at a time; heads begin at multiples of `align` rows.
+  void pack_columns_of(const Task& task, int columns, int align, uint32_t* to) const {
     const Segment& segment = p.segments[task.segment];
     const uint16_t* queries = static_cast<const uint16_t*>(p.queries.base);
     const int depth = round_up(shape.key_dim, DEPTH), num_rows = rows_of_head(task);
     alignas(64) uint16_t rows[EDGE * MAX_DIM] = {};  // [16][depth], zeros beyond the values
     for (int h = task.head_begin; h < task.head_end; h++)
-      for (int begin = 0; begin < round_up(num_rows, align); begin += EDGE, to += depth / 2 * EDGE) {
-        const int count = std::clamp(num_rows - begin, 0, EDGE);
+      for (int begin = 0; begin < round_up(num_rows, align); begin += columns, to += depth / 2 * columns) {
+        const int count = std::clamp(num_rows - begin, 0, columns);
         for (int r = begin; r < begin + count; r++) {
           const int64_t row = segment.rows[task.query_begin + r / p.group], head = int64_t(h) * p.group + r % p.group;
           const uint16_t* from = queries + row * p.queries.row_stride + head * p.queries.head_stride;
           std::copy_n(from, shape.key_dim, rows + (r - begin) * depth);
         }
-        pack_columns(rows, count, depth, to);
+        pack_columns(rows, count, depth, columns, to);
       }
   }
 #endif
 
-  // The way through a chunk, in the order of memory: a *unit* of slots (a block, or a tile where blocks are smaller) with
-  // all heads, then the next; within a unit head by head; within a head tile by tile.
-  struct Cursor {
-    int64_t unit_begin, unit_end, slot, end;
-    int head;
+  struct Span {  // slots [begin, end)
+    int64_t begin, end;
   };
 
-  int64_t unit_end(const Segment& segment, int64_t begin, int64_t end) const {
-    const bool by_block = segment.positions == nullptr ? p.block_size >= TILE : p.block_size % TILE == 0;
-    const int64_t size = by_block ? p.block_size : TILE;
-    return std::min(end, (begin / size + 1) * size);
+  // The way through slots without some of them, in the order of memory: a *unit* of slots (a block, or a tile where blocks do
+  // not hold whole tiles) with all heads, then the next; within a unit head by head; within a head tile by tile.
+  struct Cursor {
+    int64_t unit_begin, unit_end, slot, end;
+    int head, size;  // slots of a tile
+    Span without;
+  };
+
+  Cursor start(const Task& task, Span slots, int size, Span without) const {
+    const int64_t begin = slots.begin == without.begin ? without.end : slots.begin;
+    const int64_t end = begin < without.begin ? without.begin : slots.end;
+    const int64_t unit = p.block_size % size == 0 ? p.block_size : size;
+    return {begin, std::min(end, (begin / unit + 1) * unit), begin, slots.end, task.head_begin, size, without};
   }
 
   void move_on(const Task& task, Cursor& at) const {
-    at.slot += TILE;
+    at.slot += at.size;
     if (at.slot < at.unit_end) return;
     at.slot = at.unit_begin;
-    if (++at.head == task.head_end) at = start(task, at.unit_end, at.end);
+    if (++at.head == task.head_end) at = start(task, {at.unit_end, at.end}, at.size, at.without);
   }
 
-  // Whether the whole tiles of a task go into sweeps: few rows of bf16 in a context that is worth it.
+  // Whether a task goes into sweeps: few rows of bf16 in a context that is worth it.
   bool sweeps(const Task& task) const {
     const bool is_long = task.slot_end - task.slot_begin >= 4 * TILE;
     const bool is_dense = p.keys.row_stride == row_bytes(p.keys.format, p.keys.dim) &&
                           p.values.row_stride == row_bytes(p.values.format, p.values.dim);
-    return is_long && is_dense && p.segments[task.segment].positions == nullptr && p.block_size % 16 == 0 &&
-           (sweeps_unit(task) || (rows_of_head(task) <= DIRECT_MOST && shape.keys.score_whole[0] != nullptr &&
-                                  shape.values.mix_whole[0] != nullptr));
+    return is_long && is_dense && p.segments[task.segment].positions == nullptr && p.block_size % EDGE == 0 &&
+           (sweeps_unit(task) || sweeps_direct(task));
   }
 
   // Whether the tile unit computes with them: it wants keys and values of bf16 in whole steps of its depth.
@@ -313,43 +321,51 @@ class Attention {
     return p.keys.format == BF16 && p.values.format == BF16 && is_even && shape.scores_amx(rows_of_head(task));
   }
 
-  bool is_whole(const Task& task, const Work& s, const Cursor& at) const {
-    const int64_t first = p.segments[task.segment].first_position + at.slot;
-    return at.slot + TILE <= at.unit_end && s.seen_by_all.begin <= first && s.seen_by_all.end >= first + TILE;
+  bool sweeps_direct(const Task& task) const {
+    return (p.block_size % TILE == 0 || TILE % p.block_size == 0) && rows_of_head(task) <= DIRECT_MOST &&
+           shape.keys.score_whole[0] != nullptr && shape.values.mix_whole[0] != nullptr;
+  }
+
+  // What sweeps read of some slots: those that all queries see, in whole steps.
+  Span swept(const Task& task, const Work& s, Span slots) const {
+    const int64_t step = sweeps_unit(task) ? EDGE : TILE, first = p.segments[task.segment].first_position;
+    const int64_t begin = std::max(slots.begin, s.seen_by_all.begin - first), end = std::min(slots.end, s.seen_by_all.end - first);
+    const Span whole = {(begin + step - 1) / step * step, end / step * step};
+    return sweeps(task) && whole.begin < whole.end ? whole : Span{slots.end, slots.end};
   }
 
   template <class S>
-  void next_sweep(const Task& task, const Work& s, Cursor& at, S& sweep) const {
+  void next_sweep(const Task& task, Cursor& at, S& sweep) const {
     const Segment& segment = p.segments[task.segment];
     sweep.count = 0, sweep.keys.clear(), sweep.values.clear();
     for (; at.unit_begin < at.end && sweep.count < S::SIZE; move_on(task, at)) {
-      if (!is_whole(task, s, at)) continue;
+      const int slots = int(std::min<int64_t>(at.size, at.unit_end - at.slot));
       auto& tile = sweep.tiles[sweep.count++];
       tile.head = at.head;
       const bool is_first = at.head == task.head_begin;
-      find_whole(segment, p.keys, p.block_size, at.slot, at.head, is_first, sweep.keys, tile.keys);
-      find_whole(segment, p.values, p.block_size, at.slot, at.head, is_first, sweep.values, tile.values);
+      find_whole(segment, p.keys, p.block_size, at.slot, slots, at.head, is_first, sweep.keys, tile.keys);
+      find_whole(segment, p.values, p.block_size, at.slot, slots, at.head, is_first, sweep.values, tile.values);
     }
   }
 
   template <class S>
-  void run_sweeps(const Task& task, Cursor cursor, const Work& s) const {
+  void run_sweeps(const Task& task, Span slots, const Work& s) const {
+    Cursor cursor = start(task, slots, S::SLOTS, {slots.end, slots.end});
     S sweeps[2];
-    next_sweep(task, s, cursor, sweeps[0]);
+    next_sweep(task, cursor, sweeps[0]);
     fetch_first(sweeps[0].keys, sweeps[0].values, lead(sweeps[0]));
     for (int at = 0; sweeps[at].count > 0; at ^= 1) {
-      next_sweep(task, s, cursor, sweeps[at ^ 1]);
+      next_sweep(task, cursor, sweeps[at ^ 1]);
       link(sweeps[at], sweeps[at ^ 1]);
       run_sweep(shape, sweeps[at], sweeps[at ^ 1], task.head_begin, task.query_end - task.query_begin, p.group, s);
     }
   }
 
   // Fills `tile` with the cursor's slots, or the next ones that some query sees, and moves on; false at the end.
-  bool next_tile(const Task& task, const Work& s, bool without_whole, Cursor& at, Tile& tile) const {
+  bool next_tile(const Task& task, const Work& s, Cursor& at, Tile& tile) const {
     const Segment& segment = p.segments[task.segment];
     for (; at.unit_begin < at.end; move_on(task, at)) {
-      const int count = int(std::min<int64_t>(TILE, at.unit_end - at.slot));
-      if (without_whole && is_whole(task, s, at)) continue;
+      const int count = int(std::min<int64_t>(at.size, at.unit_end - at.slot));
       if (!place_tile(segment, s.seen, at.slot, count, tile)) continue;
       tile.head = at.head;
       find_rows(segment, p.keys, p.block_size, tile, tile.keys, tile.key_lines);
@@ -361,33 +377,30 @@ class Attention {
     return false;
   }
 
-  Cursor start(const Task& task, int64_t begin, int64_t end) const {
-    return {begin, unit_end(p.segments[task.segment], begin, end), begin, end, task.head_begin};
-  }
-
-  // Calls `f` with each tile of a chunk and the one after it, but for those that sweeps read; `meanwhile` is called when the
-  // first is known and on its way.
+  // Calls `f` with each tile of some slots and the one after it, but for those that sweeps read; `meanwhile` is called when
+  // the first is known and on its way.
   template <class G, class F>
-  void for_tiles(const Task& task, Cursor cursor, const Work& s, bool without_whole, G&& meanwhile, F&& f) const {
+  void for_tiles(const Task& task, Span slots, Span without, const Work& s, G&& meanwhile, F&& f) const {
+    Cursor cursor = start(task, slots, TILE, without);
     Tile tiles[2];
-    bool more = next_tile(task, s, without_whole, cursor, tiles[0]);
+    bool more = next_tile(task, s, cursor, tiles[0]);
     if (more) fetch_first(tiles[0].key_lines, tiles[0].value_lines, lead(tiles[0]));
     meanwhile();
     for (int at = 0; more; at ^= 1) {
-      more = next_tile(task, s, without_whole, cursor, tiles[at ^ 1]);
+      more = next_tile(task, s, cursor, tiles[at ^ 1]);
       f(tiles[at], tiles[at ^ 1]);
     }
   }
 
   void run_chunk(const Task& task, int64_t chunk, const Work& s) const {
-    const Cursor first = start(task, std::max(task.slot_begin, chunk * task.chunk_size),
-                               std::min(task.slot_end, (chunk + 1) * task.chunk_size));
+    const Span slots = {std::max(task.slot_begin, chunk * task.chunk_size),
+                        std::min(task.slot_end, (chunk + 1) * task.chunk_size)};
     const int rows = rows_of(task), queries = task.query_end - task.query_begin, width = shape.values.width;
 #if defined(KV_BF16)
     if (shape.in_lanes(rows_of_head(task))) {
       const int heads = task.head_end - task.head_begin;
       s.lanes.start(heads, width);
-      for_tiles(task, first, s, false, [] {}, [&](const Tile& tile, const Tile& next) {
+      for_tiles(task, slots, {slots.end, slots.end}, s, [] {}, [&](const Tile& tile, const Tile& next) {
         run_tile_lanes(shape, tile, next, tile.head - task.head_begin, s.lanes);
       });
       return s.lanes.finish(heads, width, s);
@@ -396,14 +409,15 @@ class Attention {
     std::fill_n(s.output.at, size_t(rows) * width, 0.0f);
     std::fill_n(s.m.at, rows, NOTHING);
     std::fill_n(s.l.at, rows, 0.0f);
-    const bool swept = sweeps(task);
+    const Span whole = swept(task, s, slots);
     const auto sweep = [&] {
+      if (whole.begin == whole.end) return;
 #if defined(KV_BF16)
-      if (swept && sweeps_unit(task)) return run_sweeps<UnitSweep>(task, first, s);
+      if (sweeps_unit(task)) return run_sweeps<UnitSweep>(task, whole, s);
 #endif
-      if (swept) run_sweeps<DirectSweep>(task, first, s);
+      run_sweeps<DirectSweep>(task, whole, s);
     };
-    for_tiles(task, first, s, swept, sweep, [&](const Tile& tile, const Tile& next) {
+    for_tiles(task, slots, whole, s, sweep, [&](const Tile& tile, const Tile& next) {
       run_tile(shape, tile, next, (tile.head - task.head_begin) * rows_of_head(task), queries, p.group, s);
     });
   }

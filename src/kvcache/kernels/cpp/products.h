@@ -76,7 +76,7 @@ inline Factors prepare(const Linear& p) {
   if (!use_amx || p.rows <= FEW_BLOCK || p.in % DEPTH != 0 || p.out < PANEL) return {p.x, p.in, nullptr};
   columns.reserve(size_t((p.rows + EDGE - 1) / EDGE * EDGE * p.in / 2));
   for (int64_t r = 0; r < p.rows; r += EDGE)
-    pack_columns(p.x + r * p.in, int(std::min<int64_t>(p.rows - r, EDGE)), int(p.in), columns.at + r / 2 * p.in);
+    pack_columns(p.x + r * p.in, int(std::min<int64_t>(p.rows - r, EDGE)), int(p.in), EDGE, columns.at + r / 2 * p.in);
   return {p.x, p.in, columns.at};
 }
 

@@ -11,29 +11,28 @@
 namespace kv {
 
 constexpr int SWEEP = 8;  // tiles whose keys are read before their values: 128 KB of heads of 128
-constexpr int UNIT_SWEEP = 16;  // the same with the tile unit
 
 template <class R>
-struct Whole {  // TILE slots of one head; all queries see them
+struct Whole {  // slots of one head; all queries see them
   int head;
   R keys, values;
 };
 
-template <class R, int N>
+template <class R, int N, int S>
 struct Sweep {
-  static constexpr int SIZE = N;
+  static constexpr int SIZE = N, SLOTS = S;  // tiles, and slots of a tile
 
   int count;
   Whole<R> tiles[N];
   Lines<16 * N> keys, values;
 };
 
-using DirectSweep = Sweep<Quads, SWEEP>;
+using DirectSweep = Sweep<Quads, SWEEP, TILE>;
 
 // The rows of the slots [slot, slot + TILE), which lie in one block or in several whole times 16. `is_first`: no head of
 // them has been found before.
 template <int N>
-void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int head, bool is_first,
+void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int, int head, bool is_first,
                 Lines<N>& lines, Quads& quads) {
   const int64_t step = store.row_stride;
   const auto row = [&](int64_t slot) {
@@ -103,53 +102,5 @@ inline void run_sweep(const Shape& shape, const DirectSweep& sweep, const Direct
     });
   }
 }
-
-#if defined(KV_BF16)
-// The same with the tile unit, which wants sixteen rows at one distance.
-struct Sixteens {
-  Sixteen of[TILE / EDGE];
-};
-
-using UnitSweep = Sweep<Sixteens, UNIT_SWEEP>;
-
-template <int N>
-void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int head, bool,
-                Lines<N>& lines, Sixteens& rows) {
-  const int64_t step = store.row_stride;
-  for (Sixteen& part : rows.of) {
-    part = {store.base + segment.table[slot / block_size] * store.block_stride + head * store.head_stride +
-                slot % block_size * step,
-            step};
-    lines.add(part.at, part.at + EDGE * step);
-    slot += EDGE;
-  }
-}
-
-inline void link(UnitSweep&, UnitSweep&) {}
-
-inline int lead(const UnitSweep& sweep) { return std::min(UNIT_DISTANCE, sweep.keys.num_lines); }
-
-inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSweep& next, int first_head, int queries,
-                      int group, const Scratch& s) {
-  const int rows = queries * group, dim = shape.key_dim, width = shape.values.width;
-  const uint32_t* packed = reinterpret_cast<const uint32_t*>(s.queries.at);
-  uint32_t* weights = reinterpret_cast<uint32_t*>(s.weights.at);
-  Ahead ahead(sweep.keys, sweep.values, next.keys, next.values, lead(sweep), 0, 1);
-  for (int i = 0; i < sweep.count; i++) {
-    const Whole<Sixteens>& tile = sweep.tiles[i];
-    const int head = tile.head - first_head;
-    scores_amx<true>(packed + size_t(head) * EDGE * (dim / 2), tile.keys.of, dim, rows, s.scores.at, ahead);
-    ahead.fetch(dim / 8);
-    soften_rows(shape, ALL_SEEN, s, head * rows, 0, rows, rows, group, weights + size_t(i) * 2 * rows * TILE,
-                s.correction.at + i * rows, ahead);
-    ahead.fetch(dim / 8);
-  }
-  for (int i = 0; i < sweep.count; i++) {
-    const Whole<Sixteens>& tile = sweep.tiles[i];
-    mix_amx<true>(weights + size_t(i) * 2 * rows * TILE, 0, rows, rows, tile.values.of, TILE,
-                  s.output.at + size_t(tile.head - first_head) * rows * width, s.correction.at + i * rows, width, ahead);
-  }
-}
-#endif
 
 }  // namespace kv

@@ -476,8 +476,8 @@ inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int ba
     const int depth = round_up(dim, DEPTH);
     Sixteen keys[TILE / EDGE];
     shape.keys.find_sixteens(tile.keys, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), keys, ahead);
-    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base / num_rows) * EDGE * (depth / 2);
-    return scores_amx<false>(queries, keys, depth, num_rows, s.scores.at, ahead);
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base / num_rows) * columns_of(num_rows) * (depth / 2);
+    return scores_amx(queries, keys, depth, num_rows, s.scores.at, ahead);
   }
 #endif
   if (shape.scores_fixed(num_rows)) {
@@ -528,7 +528,7 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
   if (shape.mixes_amx(num_rows)) {
     Sixteen values[TILE / EDGE];
     shape.values.find_sixteens(tile.values, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), values, ahead);
-    return mix_amx<false>(reinterpret_cast<const uint32_t*>(s.weights.at), begin, end, num_rows, values, tile.slots,
+    return mix_amx(reinterpret_cast<const uint32_t*>(s.weights.at), begin, end, num_rows, values, tile.slots,
                           s.output.at + size_t(base) * shape.values.width, s.correction.at, shape.values.width, ahead);
   }
 #endif

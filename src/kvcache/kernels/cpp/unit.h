@@ -1,0 +1,234 @@
+// Few rows over slots of bf16 with the tile unit, in sweeps (`sweep.h`).
+//
+// A tile has up to WIDE slots, sixteen at a time. While the unit computes with sixteen slots of a tile, the other
+// instructions finish those of the tile before: its exponentials beside new scores, its sums beside new products. So the
+// unit, the vectors and memory all work all the time, and lines are fetched at an even pace.
+//
+//   keys      score 16 slots of tile i  |  turn back the 16 before them  |  exponentials of 16 slots of tile i - 1
+//   values    mix 16 slots of tile i    |  add a row of tile i - 1 to the output
+#pragma once
+
+#include "sweep.h"
+
+namespace kv {
+
+constexpr int WIDE = 128;      // slots of a tile, at most; also what makes small blocks eight runs side by side
+constexpr int UNIT_SWEEP = 8;  // tiles whose keys are read before their values: 256 KB of heads of 128
+
+#if defined(KV_BF16)
+
+struct Sixteens {
+  int count;
+  Sixteen of[WIDE / EDGE];
+};
+
+using UnitSweep = Sweep<Sixteens, UNIT_SWEEP, WIDE>;
+
+// The rows of `slots` slots from `slot` on, both multiples of 16.
+template <int N>
+void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int slots, int head, bool,
+                Lines<N>& lines, Sixteens& rows) {
+  const int64_t step = store.row_stride;
+  rows.count = slots / EDGE;
+  for (int g = 0; g < rows.count; g++, slot += EDGE) {
+    const uint8_t* first = store.base + segment.table[slot / block_size] * store.block_stride + head * store.head_stride +
+                           slot % block_size * step;
+    rows.of[g] = {first, step};
+    lines.add(first, first + EDGE * step);
+  }
+}
+
+inline void link(UnitSweep&, UnitSweep&) {}
+
+inline int lead(const UnitSweep& sweep) { return std::min(UNIT_DISTANCE, sweep.keys.num_lines); }
+
+// Of the sixteen lines that an operand of the unit is read from, so many are fetched beside it, the others after sixteen slots.
+constexpr int BESIDE = 14;
+
+// From the keys of a sweep to the weights of its values, of `num_rows` <= COLUMNS rows to a head.
+template <int COLUMNS>
+class KeyPhase {
+ public:
+  KeyPhase(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
+      : shape(shape), num_rows(num_rows), depth(shape.key_dim), s(s), ahead(ahead) {}
+
+  // Leaves the weights of tile i in s.weights [i][2][num_rows][WIDE], see `store_halves`, and its factors in s.correction.
+  void run(const UnitSweep& sweep, int first_head) {
+    Shapes shapes = full_shapes();
+    set_rows(shapes, 0, 2, EDGE, 4 * COLUMNS), set_rows(shapes, 4, 8, EDGE, 4 * COLUMNS);
+    set_shapes(shapes);
+    for (int i = 0; i < sweep.count; i++) {
+      const Sixteens& keys = sweep.tiles[i].keys;
+      const int head = sweep.tiles[i].head - first_head;
+      State &now = states[i % 2], &before = states[(i + 1) % 2];
+      std::fill_n(now.highest, COLUMNS, splat(NOTHING));
+      const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(head) * depth / 2 * COLUMNS;
+      const auto pace = [&] { ahead.fetch<BESIDE>(); };
+      load_queries(queries, COLUMNS, depth, 0);
+      for (int g = 0; g < keys.count; g++) {
+        if (g % 2 == 0)
+          score_sixteen<0>(queries, COLUMNS, depth, keys.of[g], turned[g * EDGE], 4 * COLUMNS, pace);
+        else
+          score_sixteen<1>(queries, COLUMNS, depth, keys.of[g], turned[g * EDGE], 4 * COLUMNS, pace);
+        if (g > 0) turn(now, g - 1);
+        ahead.fetch(depth / DEPTH * (EDGE - BESIDE) / 2);
+        soften(before);
+        ahead.fetch(depth / DEPTH * (EDGE - BESIDE) / 2);
+      }
+      turn(now, keys.count - 1);
+      finish(before);
+      begin(now, keys.count, i, head);
+    }
+    finish(states[(sweep.count + 1) % 2]);
+  }
+
+ private:
+  struct State {  // of a tile whose scores become weights
+    alignas(64) float scores[COLUMNS][WIDE];  // in base 2
+    vf highest[COLUMNS], totals[COLUMNS];
+    alignas(64) float top[COLUMNS], shrunk[COLUMNS];
+    int count = 0, done = 0;  // times sixteen slots
+    uint32_t* weights;
+    float* l;
+  };
+
+  const Shape& shape;
+  const int num_rows, depth;
+  const Scratch& s;
+  Ahead& ahead;
+  State states[2];
+  alignas(64) float turned[WIDE][COLUMNS];
+
+  KV_INLINE void turn(State& now, int g) const {
+    const vf factor = splat(shape.softcap == 0.0f ? shape.scale * LOG2E : shape.scale / shape.softcap);
+#pragma GCC unroll 2
+    for (int r = 0; r < COLUMNS; r += 4) {
+      __m512 out[4];
+      turn_back(turned[g * EDGE] + r, COLUMNS, out);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        vf x = (vf)out[i] * factor;
+        if (shape.softcap != 0.0f) x = tanh(x) * splat(shape.softcap * LOG2E);
+        store(now.scores[r + i] + g * EDGE, x);
+        now.highest[r + i] = maximum(x, now.highest[r + i]);  // passes NaN over: its weight tells
+      }
+    }
+  }
+
+  // All scores of tile i are there: the states of its rows move on, but for the sums of weights.
+  void begin(State& now, int count, int i, int head) const {
+    now.count = count, now.done = 0, now.l = s.l.at + head * num_rows;
+    now.weights = reinterpret_cast<uint32_t*>(s.weights.at) + size_t(i) * 2 * num_rows * WIDE;
+    float m[COLUMNS] = {};
+    std::copy_n(s.m.at + head * num_rows, num_rows, m);
+#pragma GCC unroll 2
+    for (int r = 0; r < COLUMNS; r += 4) {
+      const vf before = load_first<4>(m + r), after = maximum(before, fold_first<4>(now.highest + r, Maximum()));
+      store_first<4>(now.shrunk + r, shrinking(before, after));
+      store_first<4>(now.top + r, after == splat(NOTHING) ? splat(0.0f) : after);  // as in `tile.h`
+      store_first<4>(m + r, after);
+    }
+    std::copy_n(m, num_rows, s.m.at + head * num_rows);
+    std::copy_n(now.shrunk, num_rows, s.correction.at + i * num_rows);
+    std::fill_n(now.totals, COLUMNS, splat(0.0f));
+  }
+
+  // The next sixteen weights of each row, if some are left.
+  KV_INLINE void soften(State& before) const {
+    if (before.done == before.count) return;
+    const size_t at = before.done++ * EDGE;
+#pragma GCC unroll 8
+    for (int r = 0; r < COLUMNS; r++) {
+      if (r == num_rows) break;
+      const vf weight = exp2(load<vf>(before.scores[r] + at) - splat(before.top[r]));
+      before.totals[r] += weight;
+      uint32_t* to = before.weights + size_t(r) * WIDE + at;
+      store_halves(to, to + size_t(num_rows) * WIDE, weight);
+    }
+  }
+
+  void finish(State& before) const {
+    if (before.count == 0) return;
+    while (before.done < before.count) soften(before);
+    float sums[COLUMNS];
+#pragma GCC unroll 2
+    for (int r = 0; r < COLUMNS; r += 4) store_first<4>(sums + r, fold_first<4>(before.totals + r, Sum()));
+    for (int r = 0; r < num_rows; r++) before.l[r] = before.l[r] * before.shrunk[r] + sums[r];
+    before.count = before.done = 0;
+  }
+};
+
+// From the weights and the values of a sweep to the output.
+class ValuePhase {
+ public:
+  ValuePhase(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
+      : num_rows(num_rows), columns(shape.values.width), s(s), ahead(ahead) {}
+
+  void run(const UnitSweep& sweep, int first_head) {
+    Shapes shapes = full_shapes();
+    set_rows(shapes, 0, 5, 2 * num_rows, 64);
+    set_shapes(shapes);
+    int at = 0;
+    for (int i = 0; i < sweep.count; i++) {
+      const Sixteens& values = sweep.tiles[i].values;
+      const uint32_t* weights = reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(i) * 2 * num_rows * WIDE;
+      float* out = s.output.at + size_t(sweep.tiles[i].head - first_head) * num_rows * columns;
+      for (int c = 0; c < columns; c += 4 * DEPTH, at ^= 1) {
+        State &now = states[at], &before = states[at ^ 1];
+        const int blocks = std::min(4, (columns - c) / DEPTH);
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        for (int g = 0; g < values.count; g++) {
+          mix_sixteen(weights + g * EDGE, 4 * WIDE, values.of[g].at + 2 * c, values.of[g].step, blocks,
+                      [&] { ahead.fetch<BESIDE>(); });
+          add(before);
+          ahead.fetch(blocks * (EDGE - BESIDE));
+        }
+        finish(before);
+        take_sums(now.sums);
+        now.out = out + c, now.correction = s.correction.at + i * num_rows, now.blocks = blocks, now.left = num_rows;
+      }
+    }
+    finish(states[at ^ 1]);
+  }
+
+ private:
+  struct State {  // of products that are to be added to the output
+    alignas(64) Sums sums;
+    float* out;
+    const float* correction;
+    int blocks, left = 0;  // of DEPTH columns, and rows
+  };
+
+  const int num_rows, columns;
+  const Scratch& s;
+  Ahead& ahead;
+  State states[2];
+
+  // out[r] = out[r] * correction[r] + sums of the next row, if one is left.
+  KV_INLINE void add(State& before) const {
+    if (before.left == 0) return;
+    const int r = --before.left;
+    add_sums(before.sums, r, num_rows, before.blocks, before.correction[r], before.out + size_t(r) * columns);
+  }
+
+  void finish(State& before) const {
+    while (before.left > 0) add(before);
+  }
+};
+
+// All of a sweep, as `run_sweep` of `sweep.h` is.
+inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSweep& next, int first_head, int queries,
+                      int group, const Scratch& s) {
+  const int rows = queries * group;
+  Ahead ahead(sweep.keys, sweep.values, next.keys, next.values, lead(sweep), 0, 1);
+  if (columns_of(rows) == 4)
+    KeyPhase<4>(shape, rows, s, ahead).run(sweep, first_head);
+  else
+    KeyPhase<8>(shape, rows, s, ahead).run(sweep, first_head);
+  ValuePhase(shape, rows, s, ahead).run(sweep, first_head);
+  set_shapes(full_shapes());
+}
+
+#endif
+
+}  // namespace kv
