@@ -572,8 +572,8 @@ def test_the_wrong_model() -> None:
     [
         ({"capacity": 0}, ValueError, "capacity is 0"),
         ({"capacity": "8"}, TypeError, "capacity is '8'"),
-        ({"capacity": 8, "dtype": "int8"}, ValueError, "dtype is 'int8'"),
-        ({"capacity": 8, "dtype": ("q8_0",)}, ValueError, "dtype is"),
+        ({"capacity": 8, "dtype": "int8"}, ValueError, "format of keys and values is 'int8'"),
+        ({"capacity": 8, "dtype": ("q8_0",)}, ValueError, "format of keys and values is"),
         ({"capacity": 8, "block_size": 0}, ValueError, "block_size is 0"),
         ({"capacity": 8, "max_sequences": 0}, ValueError, "max_sequences is 0"),
         ({"capacity": 32, "memory": 4}, ValueError, "memory >= window"),

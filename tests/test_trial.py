@@ -187,6 +187,12 @@ def test_what_cannot_be_served_is_refused_and_as_it_was(name: str) -> None:
     assert model.config._attn_implementation == before
 
 
+def test_a_wrong_environment_does_not_pass_for_the_models_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_ISA", "avx1024")
+    with pytest.raises(ValueError, match="KVCACHE_ISA is 'avx1024'; expected one of avx512"):
+        Engine(made(OTHERS["a head for a decoder"]), kv_bytes="4MiB")
+
+
 @pytest.mark.parametrize("what", CHANGING)
 def test_in_place_a_model_that_changes_what_is_cached_is_refused(what: str) -> None:
     model = made(CHANGING[what])

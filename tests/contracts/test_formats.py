@@ -217,9 +217,9 @@ def test_a_head_dim_of_nothing_is_refused(backend: Backend, name: str) -> None:
 
 def test_unknown_names_are_refused(backend: Backend) -> None:
     for unknown in ("int8", "F32", "", "q5_0"):
-        with pytest.raises(ValueError, match=f"dtype is '{unknown}'; expected one of f32"):
+        with pytest.raises(ValueError, match=f"format of keys and values is '{unknown}'; expected one of f32"):
             formats.create(unknown, backend)
-        with pytest.raises(ValueError, match=f"dtype is '{unknown}'"):
+        with pytest.raises(ValueError, match=f"format of keys and values is '{unknown}'"):
             formats.pair(("f32", unknown), backend)
     for no_pair in (("f32",), ("f32", "f16", "f32"), None, 8, {"f32", "f16"}):
         with pytest.raises(ValueError, match=r"or a pair \(key, value\)"):

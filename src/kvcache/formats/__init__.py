@@ -72,7 +72,7 @@ class Stored:
 def create(name: str, backend: Backend) -> Format:
     """The format `name` over the arrays of `backend`. Raises `ValueError` for an unknown name."""
     if name not in FORMATS:
-        raise ValueError(f"dtype is {name!r}; expected one of {', '.join(FORMATS)}, or a pair (key, value) of them")
+        raise _unknown(name)
     if backend.name == "torch":
         from kvcache.formats.torch import torch_format
 
@@ -86,5 +86,10 @@ def pair(dtype: str | Sequence[str], backend: Backend) -> tuple[Format, Format]:
     """The formats of keys and of values: one name for both, or a pair `(key, value)`."""
     names = (dtype, dtype) if isinstance(dtype, str) else tuple(dtype) if isinstance(dtype, (tuple, list)) else None
     if names is None or len(names) != 2:
-        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(FORMATS)}, or a pair (key, value) of them")
+        raise _unknown(dtype)
     return create(names[0], backend), create(names[1], backend)
+
+
+def _unknown(dtype: object) -> ValueError:
+    expected = f"one of {', '.join(FORMATS)}, or a pair (key, value) of them"
+    return ValueError(f"the format of keys and values is {dtype!r}; expected {expected}")

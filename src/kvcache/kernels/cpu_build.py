@@ -36,7 +36,7 @@ import torch
 from kvcache.errors import NotSupported
 from kvcache.home import cache_home
 
-__all__ = ["ISAS", "Built", "build", "is_loaded", "operators"]
+__all__ = ["ISAS", "Built", "build", "is_loaded", "isa_name", "operators"]
 
 ISAS = ("avx512", "avx2", "scalar")
 
@@ -80,7 +80,7 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     isa: one of `ISAS`; `None`: what `KVCACHE_ISA` names, else the best. verbose: show the compiler's output.
     Raises `ValueError` for an unknown isa and `NotSupported` when it cannot be compiled, with the compiler's words.
     """
-    name = _isa_name(isa)
+    name = isa_name(isa)
     folder = _folder(name)
     path = folder / f"{_namespace(folder)}.so"
     started = time.perf_counter()
@@ -102,7 +102,8 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     return Built(path, found, 0.0 if exists else time.perf_counter() - started)
 
 
-def _isa_name(isa: str | None) -> str:
+def isa_name(isa: str | None = None) -> str:
+    """What to build, if not `isa` then what `KVCACHE_ISA` names. Raises `ValueError` where there is no such build."""
     isa = isa or os.environ.get("KVCACHE_ISA") or "native"
     if isa not in _ISA_FLAGS:
         raise ValueError(f"KVCACHE_ISA is {isa!r}; expected one of {', '.join(ISAS)}, or leave it unset")
