@@ -14,8 +14,8 @@ constexpr int TILE = 64;  // slots that are decoded and computed with at a time
 // Lines that are on their way before they are read. Fewer come too late; more push out of the first-level cache what has not
 // been read yet, and the second level answers late while memory is busy (Zen 5: 128 and 400 cost 7 to 9 %).
 constexpr int DISTANCE = 256;
-// The same for the tile unit. Not a whole number of pages, or reading and fetching would turn to new pages at the same time
-// (Granite Rapids: 128 costs 5 % in large blocks; 96 to 224 are alike otherwise).
+// The same for the tile unit. Not a whole number of pages: 128 costs 5 % in large blocks (Granite Rapids; 96 to 224 are alike
+// otherwise), perhaps because reading and fetching then turn to new pages at the same time.
 constexpr int UNIT_DISTANCE = 160;
 
 struct Run {  // adjacent bytes [begin, end)

@@ -210,8 +210,8 @@ class Attention {
     s.tile.reserve(size_t(TILE) * std::max(depth, shape.values.width));
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
+    s.scores.reserve(scores * TILE);
     const bool wide = sweeps(task) && sweeps_unit(task);
-    s.scores.reserve(wide ? size_t(columns_of(rows_of_head(task))) * WIDE : scores * TILE);
     const size_t tiles = wide ? UNIT_SWEEP * (WIDE / TILE) : sweeps(task) ? SWEEP : 1;  // whose weights are held at a time
     const size_t groups = shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
     if (shape.mixes_amx(rows_of_head(task)))
@@ -244,7 +244,8 @@ class Attention {
       return pack_columns_of(task, EDGE, BANDS * EDGE, s.lanes.queries.at);
     }
     const int columns = columns_of(num_rows);
-    if (shape.scores_amx(num_rows)) return pack_columns_of(task, columns, columns, reinterpret_cast<uint32_t*>(s.queries.at));
+    if (shape.scores_amx(num_rows))
+      return pack_columns_of(task, columns, columns, reinterpret_cast<uint32_t*>(s.queries.at));
 #endif
     for (int h = task.head_begin; h < task.head_end; h++)
       for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
@@ -322,14 +323,15 @@ class Attention {
   }
 
   bool sweeps_direct(const Task& task) const {
-    return (p.block_size % TILE == 0 || TILE % p.block_size == 0) && rows_of_head(task) <= DIRECT_MOST &&
-           shape.keys.score_whole[0] != nullptr && shape.values.mix_whole[0] != nullptr;
+    return rows_of_head(task) <= DIRECT_MOST && shape.keys.score_whole[0] != nullptr &&
+           shape.values.mix_whole[0] != nullptr;
   }
 
   // What sweeps read of some slots: those that all queries see, in whole steps.
   Span swept(const Task& task, const Work& s, Span slots) const {
     const int64_t step = sweeps_unit(task) ? EDGE : TILE, first = p.segments[task.segment].first_position;
-    const int64_t begin = std::max(slots.begin, s.seen_by_all.begin - first), end = std::min(slots.end, s.seen_by_all.end - first);
+    const int64_t begin = std::max(slots.begin, s.seen_by_all.begin - first);
+    const int64_t end = std::min(slots.end, s.seen_by_all.end - first);
     const Span whole = {(begin + step - 1) / step * step, end / step * step};
     return sweeps(task) && whole.begin < whole.end ? whole : Span{slots.end, slots.end};
   }

@@ -29,24 +29,26 @@ struct Sweep {
 
 using DirectSweep = Sweep<Quads, SWEEP, TILE>;
 
+// The row of a slot.
+inline const uint8_t* row_of(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int head) {
+  return store.base + segment.table[slot / block_size] * store.block_stride + head * store.head_stride +
+         slot % block_size * store.row_stride;
+}
+
 // The rows of the slots [slot, slot + TILE), which lie in one block or in several whole times 16. `is_first`: no head of
 // them has been found before.
 template <int N>
 void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int, int head, bool is_first,
                 Lines<N>& lines, Quads& quads) {
   const int64_t step = store.row_stride;
-  const auto row = [&](int64_t slot) {
-    return store.base + segment.table[slot / block_size] * store.block_stride + head * store.head_stride +
-           slot % block_size * step;
-  };
   quads.step = step;
-  if (block_size >= TILE) {
-    const uint8_t* first = row(slot);
+  if (block_size % TILE == 0) {
+    const uint8_t* first = row_of(segment, store, block_size, slot, head);
     for (int n = 0; n < TILE / 4; n++) quads.at[n] = first + n * 4 * step;
     return lines.add(first, first + TILE * step);
   }
   for (int i = 0; i < 4; i++) {
-    const uint8_t* first = row(slot + 16 * i);
+    const uint8_t* first = row_of(segment, store, block_size, slot + 16 * i, head);
     if (is_first) __builtin_prefetch(first, 0, 3);  // what translates its address comes from memory, too: a sweep before
     for (int group = 0; group < 4; group++) quads.at[4 * group + i] = first + group * 4 * step;
   }

@@ -476,7 +476,8 @@ inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int ba
     const int depth = round_up(dim, DEPTH);
     Sixteen keys[TILE / EDGE];
     shape.keys.find_sixteens(tile.keys, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), keys, ahead);
-    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base / num_rows) * columns_of(num_rows) * (depth / 2);
+    const size_t head = size_t(base / num_rows);
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + head * columns_of(num_rows) * (depth / 2);
     return scores_amx(queries, keys, depth, num_rows, s.scores.at, ahead);
   }
 #endif
@@ -529,7 +530,7 @@ inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base
     Sixteen values[TILE / EDGE];
     shape.values.find_sixteens(tile.values, tile.slots, dim, reinterpret_cast<uint16_t*>(s.tile.at), values, ahead);
     return mix_amx(reinterpret_cast<const uint32_t*>(s.weights.at), begin, end, num_rows, values, tile.slots,
-                          s.output.at + size_t(base) * shape.values.width, s.correction.at, shape.values.width, ahead);
+                   s.output.at + size_t(base) * shape.values.width, s.correction.at, shape.values.width, ahead);
   }
 #endif
   const bool direct = shape.mixes_direct(rows);

@@ -28,13 +28,11 @@ using UnitSweep = Sweep<Sixteens, UNIT_SWEEP, WIDE>;
 template <int N>
 void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int slots, int head, bool,
                 Lines<N>& lines, Sixteens& rows) {
-  const int64_t step = store.row_stride;
   rows.count = slots / EDGE;
   for (int g = 0; g < rows.count; g++, slot += EDGE) {
-    const uint8_t* first = store.base + segment.table[slot / block_size] * store.block_stride + head * store.head_stride +
-                           slot % block_size * step;
-    rows.of[g] = {first, step};
-    lines.add(first, first + EDGE * step);
+    const uint8_t* first = row_of(segment, store, block_size, slot, head);
+    rows.of[g] = {first, store.row_stride};
+    lines.add(first, first + EDGE * store.row_stride);
   }
 }
 
