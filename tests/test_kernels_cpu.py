@@ -153,11 +153,13 @@ def test_quantised_rows_of_every_kind(kind: str, head_dim: int, names: tuple[str
         assert np.abs(seen - expected).max() <= 5e-3 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize(("name", "dim"), [("q8_0", 64), ("q4_0", 128)])  # 64 bytes before the scales
+@pytest.mark.parametrize("length", [200, 900])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_foreign_scales(isa: str, dtype: str) -> None:
+def test_foreign_scales(isa: str, dtype: str, length: int, name: str, dim: int) -> None:
     """Negative scales, and -128, which the quantiser does not write; what is not finite stays where it is seen."""
-    world = rounded(make_world(Shape(2, 4, 64, 64, 16), [decode(200), decode(150)], seed=14), dtype)
-    keys, values = (stored("torch", raw, "q8_0", world.seen_slots) for raw in (world.keys, world.values))
+    world = rounded(make_world(Shape(2, 4, dim, dim, 16), [decode(length), decode(150)], seed=14), dtype)
+    keys, values = (stored("torch", raw, name, world.seen_slots) for raw in (world.keys, world.values))
     scales = [part.array[..., 64:].view(torch.float16) for part in (keys, values)]
     queries = array("torch", world.queries, dtype)
 
@@ -209,11 +211,13 @@ def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
         (64, 8, (32, 80)),
         (80, 5, (128, 32)),
         (128, 2, (256, 128)),
+        (32, 6, (128, 256)),
+        (64, 8, (512, 128)),
         (512, 7, (64, 64)),
     ],
 )
 def test_whole_tiles_among_ragged_ones(isa: str, block_size: int, group: int, dims: tuple[int, int]) -> None:
-    """Few rows over long contexts in bf16, whose tiles are all seen by all queries, by some, in part, or by none."""
+    """Few rows over long contexts, whose tiles are all seen by all queries, by some, in part, or by none."""
     sequences = [
         decode(1500),
         decode(1024, first_position=77),
@@ -228,8 +232,10 @@ def test_whole_tiles_among_ragged_ones(isa: str, block_size: int, group: int, di
     ]
     world = rounded(make_world(Shape(3, group, *dims, block_size), sequences, seed=21), "bf16")
     sinks = array("torch", np.linspace(-2, 3, 3 * group).astype(np.float32))
-    for names in (("bf16", "bf16"), ("bf16", "fp8_e4m3")):
+    of_integers = (("q4_0", "q4_0"), ("q8_0", "q4_0")) if max(dims) >= 128 and min(dims) % 32 == 0 else ()
+    for names in (("bf16", "bf16"), ("bf16", "fp8_e4m3"), *of_integers):
         assert error(*attend(world, "bf16", names, softcap=8.0, sinks=sinks)) < 1e-2, names
+        assert error(*attend(world, "bf16", names)) < 1e-2, names
 
 
 @pytest.mark.parametrize(
@@ -264,10 +270,10 @@ def test_rows_that_see_nothing_of_a_tile(isa: str) -> None:
         assert not torch.isfinite(seen[segment.rows[-1]]).any()
 
 
-@pytest.mark.parametrize("name", ["bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize(("name", "dim"), [("bf16", 64), ("q8_0", 64), ("q4_0", 64), ("q4_0", 128)])
 @pytest.mark.parametrize("length", [1500, 9000])
-def test_a_decode_does_not_depend_on_companions_or_threads(isa: str, name: str, length: int) -> None:
-    world = rounded(make_world(Shape(2, 4, 64, 64, 16), [decode(length), decode(90), prefill(700, 300)], 6), "bf16")
+def test_a_decode_does_not_depend_on_companions_or_threads(isa: str, name: str, dim: int, length: int) -> None:
+    world = rounded(make_world(Shape(2, 4, dim, dim, 16), [decode(length), decode(90), prefill(700, 300)], 6), "bf16")
     keys, values = (stored("torch", raw, name, world.seen_slots) for raw in (world.keys, world.values))
     queries = array("torch", world.queries, "bf16")
     together = CpuKernel().attend(queries, keys, values, world.batch, scale=0.125)

@@ -258,9 +258,17 @@ KV_INLINE void score_sixteen(const uint32_t* queries, int columns, int depth, co
   tile_store<C>(to, step);
 }
 
-// out[r][16 slots] of four rows from [16 slots][rows], `columns` values apart.
+// out[r][16 slots] of four rows; part p of v[i] has those of slot i + 4 * p.
+KV_INLINE void turn_four(const __m512* v, __m512* out) {
+  const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
+  const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+}
+
+// The same from [16 slots][rows], `columns` values apart.
 KV_INLINE void turn_back(const float* from, int columns, __m512* out) {
-  __m512 v[4];  // part p of v[i]: four rows of slot i + 4 * p
+  __m512 v[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++, from += columns) {
     v[i] = _mm512_castps128_ps512(_mm_load_ps(from));
@@ -268,10 +276,7 @@ KV_INLINE void turn_back(const float* from, int columns, __m512* out) {
     v[i] = _mm512_mask_broadcast_f32x4(v[i], 0x0f00, _mm_load_ps(from + 8 * columns));
     v[i] = _mm512_mask_broadcast_f32x4(v[i], 0xf000, _mm_load_ps(from + 12 * columns));
   }
-  const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3]));
-  const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
-  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
-  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+  turn_four(v, out);
 }
 
 // scores[r][TILE] = keys . queries for `num_rows` rows that `pack_columns` packed.

@@ -22,7 +22,7 @@
 #include "lanes.h"
 #include "rows.h"
 #include "sweep.h"
-#include "unit.h"
+#include "unit_q4.h"
 
 namespace kv {
 
@@ -88,7 +88,7 @@ class Attention {
     at::parallel_for(0, std::min<int64_t>(threads, int64_t(items.size())), 1, [&](int64_t, int64_t) {
       thread_local Work work;
 #if defined(KV_BF16)
-      const TileUnit unit(shape.has_unit());
+      const TileUnit unit(shape.has_unit() || shape.has_q4_unit());
 #endif
       for (int64_t i; (i = next.fetch_add(1)) < int64_t(items.size());) run_item(items[size_t(i)], work);
     });
@@ -205,16 +205,18 @@ class Attention {
 #if defined(KV_BF16)
     if (shape.in_lanes(rows_of_head(task))) return s.lanes.reserve(heads, rows_of_head(task), depth, shape.values.width);
 #endif
-    const bool in_unit = shape.scores_amx(rows_of_head(task));
+    const bool in_unit = shape.scores_amx(rows_of_head(task)), wide = sweeps(task) && sweeps_unit(task);
     s.queries.reserve(in_unit ? size_t(heads) * columns_of(rows_of_head(task)) * (depth / 2) + EDGE : rows * shape.key_dim);
     s.tile.reserve(size_t(TILE) * std::max(depth, shape.values.width));
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
     s.scores.reserve(scores * TILE);
-    const bool wide = sweeps(task) && sweeps_unit(task);
+#if defined(KV_BF16)
+    if (wide && !in_unit) s.operands.reserve(size_t(heads) * query_words(shape.key_dim, rows_of_head(task)));
+#endif
     const size_t tiles = wide ? UNIT_SWEEP * (WIDE / TILE) : sweeps(task) ? SWEEP : 1;  // whose weights are held at a time
     const size_t groups = shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
-    if (shape.mixes_amx(rows_of_head(task)))
+    if (shape.mixes_amx(rows_of_head(task)) || wide)
       s.weights.reserve((tiles * 2 * scores + EDGE) * TILE);
     else if (shape.values.bf16)
       s.weights.reserve(tiles * groups * scores * (TILE / 2));
@@ -259,23 +261,35 @@ class Attention {
         else
           for (int i = 0; i < dim; i++) to[i] = values[order[i]];
       }
+#if defined(KV_BF16)
+    if (!shape.has_q4_unit() || !sweeps(task) || !sweeps_unit(task)) return;
+    alignas(64) uint16_t rows[UNIT_FEW * MAX_SPANS * SPAN];
+    for (int h = task.head_begin; h < task.head_end; h++) {
+      copy_queries(task, h, 0, num_rows, dim, rows);
+      pack_spans(rows, num_rows, dim, s.operands.at + size_t(h - task.head_begin) * query_words(dim, num_rows));
+    }
+#endif
   }
 
 #if defined(KV_BF16)
+  // The rows [begin, end) of a head, which are bf16, `step` values apart.
+  void copy_queries(const Task& task, int head, int begin, int end, int step, uint16_t* to) const {
+    const uint16_t* queries = static_cast<const uint16_t*>(p.queries.base);
+    for (int r = begin; r < end; r++, to += step) {
+      const int64_t row = p.segments[task.segment].rows[task.query_begin + r / p.group];
+      const int64_t of_row = int64_t(head) * p.group + r % p.group;
+      std::copy_n(queries + row * p.queries.row_stride + of_row * p.queries.head_stride, shape.key_dim, to);
+    }
+  }
+
   // The queries as the tile unit wants them, `columns` rows at a time; heads begin at multiples of `align` rows.
   void pack_columns_of(const Task& task, int columns, int align, uint32_t* to) const {
-    const Segment& segment = p.segments[task.segment];
-    const uint16_t* queries = static_cast<const uint16_t*>(p.queries.base);
     const int depth = round_up(shape.key_dim, DEPTH), num_rows = rows_of_head(task);
     alignas(64) uint16_t rows[EDGE * MAX_DIM] = {};  // [16][depth], zeros beyond the values
     for (int h = task.head_begin; h < task.head_end; h++)
       for (int begin = 0; begin < round_up(num_rows, align); begin += columns, to += depth / 2 * columns) {
         const int count = std::clamp(num_rows - begin, 0, columns);
-        for (int r = begin; r < begin + count; r++) {
-          const int64_t row = segment.rows[task.query_begin + r / p.group], head = int64_t(h) * p.group + r % p.group;
-          const uint16_t* from = queries + row * p.queries.row_stride + head * p.queries.head_stride;
-          std::copy_n(from, shape.key_dim, rows + (r - begin) * depth);
-        }
+        copy_queries(task, h, begin, begin + count, depth, rows);
         pack_columns(rows, count, depth, columns, to);
       }
   }
@@ -316,10 +330,12 @@ class Attention {
            (sweeps_unit(task) || sweeps_direct(task));
   }
 
-  // Whether the tile unit computes with them: it wants keys and values of bf16 in whole steps of its depth.
+  // Whether the tile unit computes with them: it wants keys and values of bf16, or of q4_0, in whole steps.
   bool sweeps_unit(const Task& task) const {
-    const bool is_even = p.keys.dim % DEPTH == 0 && p.values.dim % DEPTH == 0;
-    return p.keys.format == BF16 && p.values.format == BF16 && is_even && shape.scores_amx(rows_of_head(task));
+    const auto are_even = [&](int step) { return p.keys.dim % step == 0 && p.values.dim % step == 0; };
+    if (shape.has_q4_unit())
+      return are_even(SPAN) && std::max(p.keys.dim, p.values.dim) <= MAX_SPANS * SPAN && rows_of_head(task) <= UNIT_FEW;
+    return p.keys.format == BF16 && p.values.format == BF16 && are_even(DEPTH) && shape.scores_amx(rows_of_head(task));
   }
 
   bool sweeps_direct(const Task& task) const {
@@ -350,6 +366,24 @@ class Attention {
     }
   }
 
+  void run_sweep(const Task& task, const DirectSweep& sweep, const DirectSweep& next, const Scratch& s) const {
+    kv::run_sweep(shape, sweep, next, task.head_begin, task.query_end - task.query_begin, p.group, s);
+  }
+
+#if defined(KV_BF16)
+  void run_sweep(const Task& task, const UnitSweep& sweep, const UnitSweep& next, const Scratch& s) const {
+    const auto run = columns_of(rows_of_head(task)) == 4 ? run_phases<UnitSweep, KeyPhase<Bf16Scores<4>>, Bf16Values>
+                                                         : run_phases<UnitSweep, KeyPhase<Bf16Scores<8>>, Bf16Values>;
+    run(shape, sweep, next, task.head_begin, rows_of_head(task), s);
+  }
+
+  void run_sweep(const Task& task, const Q4Sweep& sweep, const Q4Sweep& next, const Scratch& s) const {
+    const auto run = columns_of(rows_of_head(task)) == 4 ? run_phases<Q4Sweep, KeyPhase<Q4Scores<4>>, Q4Values>
+                                                         : run_phases<Q4Sweep, KeyPhase<Q4Scores<8>>, Q4Values>;
+    run(shape, sweep, next, task.head_begin, rows_of_head(task), s);
+  }
+#endif
+
   template <class S>
   void run_sweeps(const Task& task, Span slots, const Work& s) const {
     Cursor cursor = start(task, slots, S::SLOTS, {slots.end, slots.end});
@@ -359,7 +393,7 @@ class Attention {
     for (int at = 0; sweeps[at].count > 0; at ^= 1) {
       next_sweep(task, cursor, sweeps[at ^ 1]);
       link(sweeps[at], sweeps[at ^ 1]);
-      run_sweep(shape, sweeps[at], sweeps[at ^ 1], task.head_begin, task.query_end - task.query_begin, p.group, s);
+      run_sweep(task, sweeps[at], sweeps[at ^ 1], s);
     }
   }
 
@@ -415,6 +449,7 @@ class Attention {
     const auto sweep = [&] {
       if (whole.begin == whole.end) return;
 #if defined(KV_BF16)
+      if (sweeps_unit(task) && shape.has_q4_unit()) return run_sweeps<Q4Sweep>(task, whole, s);
       if (sweeps_unit(task)) return run_sweeps<UnitSweep>(task, whole, s);
 #endif
       run_sweeps<DirectSweep>(task, whole, s);

@@ -183,6 +183,7 @@ struct Buffer {
 // The decoded keys of a tile are dead when its values are decoded: both use `tile`, half as much of the first-level cache.
 struct Scratch {
   Buffer<float> queries, tile, key_scales, value_scales, scores, weights, multipliers, output, m, l, correction;
+  Buffer<uint32_t> operands;     // queries for `unit_q4.h`
   Buffer<int32_t> begins, ends;  // of each query of the task
   std::vector<Interval> seen;    // positions that some query of the task sees: disjoint, ascending
   Interval seen_by_all;
@@ -262,6 +263,8 @@ struct Shape {
   bool has_unit() const {
     return amx && keys.find_sixteens != nullptr && !keys.scaled && values.find_sixteens != nullptr;
   }
+  // So are those of q4_0 for few rows (`unit_q4.h`).
+  bool has_q4_unit() const { return amx && keys.scaled && key_store.format == Q4 && value_store.format == Q4; }
   bool in_lanes(int rows) const { return has_unit() && rows > UNIT_FEW; }
   bool scores_amx(int rows) const { return has_unit() && !in_lanes(rows); }
   bool mixes_amx(int rows) const { return has_unit() && !in_lanes(rows) && !values.scaled; }

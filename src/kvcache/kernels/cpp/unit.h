@@ -24,13 +24,14 @@ struct Sixteens {
 
 using UnitSweep = Sweep<Sixteens, UNIT_SWEEP, WIDE>;
 
-// The rows of `slots` slots from `slot` on, both multiples of 16.
+// The rows of `slots` slots from `slot` on, both multiples of 16. `is_first`: no head of them has been found before.
 template <int N>
-void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int slots, int head, bool,
-                Lines<N>& lines, Sixteens& rows) {
+void find_whole(const Segment& segment, const Store& store, int64_t block_size, int64_t slot, int slots, int head,
+                bool is_first, Lines<N>& lines, Sixteens& rows) {
   rows.count = slots / EDGE;
   for (int g = 0; g < rows.count; g++, slot += EDGE) {
     const uint8_t* first = row_of(segment, store, block_size, slot, head);
+    if (is_first && block_size < WIDE && slot % block_size == 0) __builtin_prefetch(first, 0, 3);  // as in `sweep.h`
     rows.of[g] = {first, store.row_stride};
     lines.add(first, first + EDGE * store.row_stride);
   }
@@ -43,37 +44,76 @@ inline int lead(const UnitSweep& sweep) { return std::min(UNIT_DISTANCE, sweep.k
 // Of the sixteen lines that an operand of the unit is read from, so many are fetched beside it, the others after sixteen slots.
 constexpr int BESIDE = 14;
 
-// From the keys of a sweep to the weights of its values, of `num_rows` <= COLUMNS rows to a head.
+// Keys of bf16, times up to COLUMNS queries that `pack_columns` packed.
 template <int COLUMNS>
-class KeyPhase {
+class Bf16Scores {
  public:
-  KeyPhase(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
-      : shape(shape), num_rows(num_rows), depth(shape.key_dim), s(s), ahead(ahead) {}
+  static constexpr int ROWS = COLUMNS;
+  const int left;  // of the lines of sixteen slots those that are not fetched beside their products
 
-  // Leaves the weights of tile i in s.weights [i][2][num_rows][WIDE], see `store_halves`, and its factors in s.correction.
-  void run(const UnitSweep& sweep, int first_head) {
+  Bf16Scores(const Shape& shape, int, const Scratch& s)
+      : left(shape.key_dim / DEPTH * (EDGE - BESIDE)),
+        all_queries(reinterpret_cast<const uint32_t*>(s.queries.at)),
+        depth(shape.key_dim) {
     Shapes shapes = full_shapes();
     set_rows(shapes, 0, 2, EDGE, 4 * COLUMNS), set_rows(shapes, 4, 8, EDGE, 4 * COLUMNS);
     set_shapes(shapes);
+  }
+
+  void turn_to(int head) {
+    queries = all_queries + size_t(head) * depth / 2 * COLUMNS;
+    load_queries(queries, COLUMNS, depth, 0);
+  }
+
+  // Of the sixteen slots number g of a tile.
+  template <int PARITY>
+  KV_INLINE void compute(int g, const Sixteen& keys, Ahead& ahead) {
+    score_sixteen<PARITY>(queries, COLUMNS, depth, keys, turned[g * EDGE], 4 * COLUMNS, [&] { ahead.fetch<BESIDE>(); });
+  }
+
+  // The scores of the rows r to r + 3, with their slots in the lanes.
+  KV_INLINE void take(int g, const Sixteen&, int r, __m512* out) const { turn_back(turned[g * EDGE] + r, COLUMNS, out); }
+
+  // Sixteen of the weights of a tile, from slot `at` on: [2][num_rows][WIDE], see `store_halves`.
+  static KV_INLINE void store_weights(uint32_t* weights, int r, int num_rows, size_t at, vf weight) {
+    uint32_t* to = weights + size_t(r) * WIDE + at;
+    store_halves(to, to + size_t(num_rows) * WIDE, weight);
+  }
+
+ private:
+  const uint32_t *all_queries, *queries;
+  const int depth;
+  alignas(64) float turned[WIDE][COLUMNS];
+};
+
+// From the keys of a sweep to the weights of its values, of `num_rows` rows to a head. `Scores` computes with the unit.
+template <class Scores>
+class KeyPhase {
+ public:
+  static constexpr int COLUMNS = Scores::ROWS;
+
+  KeyPhase(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
+      : shape(shape), num_rows(num_rows), s(s), ahead(ahead), products(shape, num_rows, s) {}
+
+  // Leaves the weights of tile i in s.weights [i][2 * num_rows * WIDE], and its factors in s.correction.
+  void run(const UnitSweep& sweep, int first_head) {
     for (int i = 0; i < sweep.count; i++) {
       const Sixteens& keys = sweep.tiles[i].keys;
       const int head = sweep.tiles[i].head - first_head;
       State &now = states[i % 2], &before = states[(i + 1) % 2];
       std::fill_n(now.highest, COLUMNS, splat(NOTHING));
-      const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(head) * depth / 2 * COLUMNS;
-      const auto pace = [&] { ahead.fetch<BESIDE>(); };
-      load_queries(queries, COLUMNS, depth, 0);
+      products.turn_to(head);
       for (int g = 0; g < keys.count; g++) {
         if (g % 2 == 0)
-          score_sixteen<0>(queries, COLUMNS, depth, keys.of[g], turned[g * EDGE], 4 * COLUMNS, pace);
+          products.template compute<0>(g, keys.of[g], ahead);
         else
-          score_sixteen<1>(queries, COLUMNS, depth, keys.of[g], turned[g * EDGE], 4 * COLUMNS, pace);
-        if (g > 0) turn(now, g - 1);
-        ahead.fetch(depth / DEPTH * (EDGE - BESIDE) / 2);
+          products.template compute<1>(g, keys.of[g], ahead);
+        if (g > 0) turn(now, g - 1, keys);
+        ahead.fetch(products.left / 2);
         soften(before);
-        ahead.fetch(depth / DEPTH * (EDGE - BESIDE) / 2);
+        ahead.fetch(products.left - products.left / 2);
       }
-      turn(now, keys.count - 1);
+      turn(now, keys.count - 1, keys);
       finish(before);
       begin(now, keys.count, i, head);
     }
@@ -91,18 +131,18 @@ class KeyPhase {
   };
 
   const Shape& shape;
-  const int num_rows, depth;
+  const int num_rows;
   const Scratch& s;
   Ahead& ahead;
+  Scores products;
   State states[2];
-  alignas(64) float turned[WIDE][COLUMNS];
 
-  KV_INLINE void turn(State& now, int g) const {
+  KV_INLINE void turn(State& now, int g, const Sixteens& keys) const {
     const vf factor = splat(shape.softcap == 0.0f ? shape.scale * LOG2E : shape.scale / shape.softcap);
 #pragma GCC unroll 2
     for (int r = 0; r < COLUMNS; r += 4) {
       __m512 out[4];
-      turn_back(turned[g * EDGE] + r, COLUMNS, out);
+      products.take(g, keys.of[g], r, out);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         vf x = (vf)out[i] * factor;
@@ -140,8 +180,7 @@ class KeyPhase {
       if (r == num_rows) break;
       const vf weight = exp2(load<vf>(before.scores[r] + at) - splat(before.top[r]));
       before.totals[r] += weight;
-      uint32_t* to = before.weights + size_t(r) * WIDE + at;
-      store_halves(to, to + size_t(num_rows) * WIDE, weight);
+      Scores::store_weights(before.weights, r, num_rows, at, weight);
     }
   }
 
@@ -156,10 +195,10 @@ class KeyPhase {
   }
 };
 
-// From the weights and the values of a sweep to the output.
-class ValuePhase {
+// From the weights and the values of a sweep to the output, for values of bf16.
+class Bf16Values {
  public:
-  ValuePhase(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
+  Bf16Values(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
       : num_rows(num_rows), columns(shape.values.width), s(s), ahead(ahead) {}
 
   void run(const UnitSweep& sweep, int first_head) {
@@ -215,15 +254,11 @@ class ValuePhase {
 };
 
 // All of a sweep, as `run_sweep` of `sweep.h` is.
-inline void run_sweep(const Shape& shape, const UnitSweep& sweep, const UnitSweep& next, int first_head, int queries,
-                      int group, const Scratch& s) {
-  const int rows = queries * group;
+template <class S, class Keys, class Values>
+void run_phases(const Shape& shape, const S& sweep, const S& next, int first_head, int num_rows, const Scratch& s) {
   Ahead ahead(sweep.keys, sweep.values, next.keys, next.values, lead(sweep), 0, 1);
-  if (columns_of(rows) == 4)
-    KeyPhase<4>(shape, rows, s, ahead).run(sweep, first_head);
-  else
-    KeyPhase<8>(shape, rows, s, ahead).run(sweep, first_head);
-  ValuePhase(shape, rows, s, ahead).run(sweep, first_head);
+  Keys(shape, num_rows, s, ahead).run(sweep, first_head);
+  Values(shape, num_rows, s, ahead).run(sweep, first_head);
   set_shapes(full_shapes());
 }
 
