@@ -17,6 +17,7 @@ constexpr int DISTANCE = 256;
 // The same for the tile unit. Not a whole number of pages: 128 costs 5 % in large blocks (Granite Rapids; 96 to 224 are alike
 // otherwise), perhaps because reading and fetching then turn to new pages at the same time.
 constexpr int UNIT_DISTANCE = 160;
+constexpr int EXPANDED_DISTANCE = 96;  // rows that are expanded want room in the first-level cache, too (160 costs up to 7 %)
 
 struct Run {  // adjacent bytes [begin, end)
   const uint8_t *begin, *end;

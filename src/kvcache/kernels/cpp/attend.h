@@ -330,12 +330,13 @@ class Attention {
            (sweeps_unit(task) || sweeps_direct(task));
   }
 
-  // Whether the tile unit computes with them: it wants keys and values of bf16, or of q4_0, in whole steps.
+  // Whether the tile unit computes with them: it wants keys and values of bf16, fp8_e4m3 or q4_0, in whole steps.
   bool sweeps_unit(const Task& task) const {
     const auto are_even = [&](int step) { return p.keys.dim % step == 0 && p.values.dim % step == 0; };
     if (shape.has_q4_unit())
       return are_even(SPAN) && std::max(p.keys.dim, p.values.dim) <= MAX_SPANS * SPAN && rows_of_head(task) <= UNIT_FEW;
-    return p.keys.format == BF16 && p.values.format == BF16 && are_even(DEPTH) && shape.scores_amx(rows_of_head(task));
+    const bool is_known = p.keys.format == p.values.format && (p.keys.format == BF16 || p.keys.format == FP8);
+    return is_known && are_even(DEPTH) && shape.scores_amx(rows_of_head(task));
   }
 
   bool sweeps_direct(const Task& task) const {
@@ -371,16 +372,19 @@ class Attention {
   }
 
 #if defined(KV_BF16)
-  void run_sweep(const Task& task, const UnitSweep& sweep, const UnitSweep& next, const Scratch& s) const {
-    const auto run = columns_of(rows_of_head(task)) == 4 ? run_phases<UnitSweep, KeyPhase<Bf16Scores<4>>, Bf16Values>
-                                                         : run_phases<UnitSweep, KeyPhase<Bf16Scores<8>>, Bf16Values>;
-    run(shape, sweep, next, task.head_begin, rows_of_head(task), s);
-  }
-
-  void run_sweep(const Task& task, const Q4Sweep& sweep, const Q4Sweep& next, const Scratch& s) const {
-    const auto run = columns_of(rows_of_head(task)) == 4 ? run_phases<Q4Sweep, KeyPhase<Q4Scores<4>>, Q4Values>
-                                                         : run_phases<Q4Sweep, KeyPhase<Q4Scores<8>>, Q4Values>;
-    run(shape, sweep, next, task.head_begin, rows_of_head(task), s);
+  template <class S>
+  void run_sweep(const Task& task, const S& sweep, const S& next, const Scratch& s) const {
+    const int rows = rows_of_head(task);
+    const auto run = [&](auto columns) {
+      constexpr int N = decltype(columns)::value;
+      if constexpr (std::is_same_v<S, UnitSweep>)
+        run_phases<KeyPhase<UnitScores<BF16, N>>, UnitValues<BF16>>(shape, sweep, next, task.head_begin, rows, s);
+      else if (p.keys.format == FP8)
+        run_phases<KeyPhase<UnitScores<FP8, N>>, UnitValues<FP8>>(shape, sweep, next, task.head_begin, rows, s);
+      else
+        run_phases<KeyPhase<Q4Scores<N>>, Q4Values>(shape, sweep, next, task.head_begin, rows, s);
+    };
+    columns_of(rows) == 4 ? run(std::integral_constant<int, 4>()) : run(std::integral_constant<int, 8>());
   }
 #endif
 
@@ -397,6 +401,15 @@ class Attention {
     }
   }
 
+  // Asks for the first line of each small block of some slots: what translates its address comes from memory, too.
+  void look_up(const Segment& segment, Span slots, int head) const {
+    if (p.block_size >= TILE) return;
+    for (int64_t slot = slots.begin; slot < slots.end; slot += p.block_size) {
+      __builtin_prefetch(row_of(segment, p.keys, p.block_size, slot, head), 0, 3);
+      __builtin_prefetch(row_of(segment, p.values, p.block_size, slot, head), 0, 3);
+    }
+  }
+
   // Fills `tile` with the cursor's slots, or the next ones that some query sees, and moves on; false at the end.
   bool next_tile(const Task& task, const Work& s, Cursor& at, Tile& tile) const {
     const Segment& segment = p.segments[task.segment];
@@ -404,6 +417,7 @@ class Attention {
       const int count = int(std::min<int64_t>(at.size, at.unit_end - at.slot));
       if (!place_tile(segment, s.seen, at.slot, count, tile)) continue;
       tile.head = at.head;
+      if (at.head == task.head_begin) look_up(segment, {at.unit_end, std::min(at.unit_end + TILE, at.end)}, at.head);
       find_rows(segment, p.keys, p.block_size, tile, tile.keys, tile.key_lines);
       find_rows(segment, p.values, p.block_size, tile, tile.values, tile.value_lines);
       move_on(task, at);
@@ -449,8 +463,8 @@ class Attention {
     const auto sweep = [&] {
       if (whole.begin == whole.end) return;
 #if defined(KV_BF16)
-      if (sweeps_unit(task) && shape.has_q4_unit()) return run_sweeps<Q4Sweep>(task, whole, s);
-      if (sweeps_unit(task)) return run_sweeps<UnitSweep>(task, whole, s);
+      if (sweeps_unit(task) && p.keys.format == BF16) return run_sweeps<UnitSweep>(task, whole, s);
+      if (sweeps_unit(task)) return run_sweeps<ExpandedSweep>(task, whole, s);
 #endif
       run_sweeps<DirectSweep>(task, whole, s);
     };

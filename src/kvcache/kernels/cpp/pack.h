@@ -208,6 +208,12 @@ KV_INLINE void expand_bytes(__m512i x, __m512i& low, __m512i& high) {
   high = _mm512_ternarylogic_epi32(h, x, _mm512_set1_epi8(char(0x80)), 0xf8);  // h | (x & sign)
 }
 
+// bf16 of 0..15 minus 8, twice: vpermw uses five bits of its index, and the fifth belongs to the neighbour.
+alignas(64) inline const uint16_t Q4_TABLE[32] = {
+    0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
+    0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+    0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
 // Lanes of two 16-bit words -> vectors of pairs (value of the low word, value of the high word), P/2 of them.
 template <int F>
 KV_INLINE void expand_pairs(__m512i x, __m512i* out) {
@@ -221,12 +227,7 @@ KV_INLINE void expand_pairs(__m512i x, __m512i* out) {
     out[1] = _mm512_ternarylogic_epi32(even, _mm512_srli_epi16(low, 8), high, 0xca);
   }
   if constexpr (F == Q4) {
-    // bf16 of 0..15 minus 8, twice: vpermw uses five bits of its index, and the fifth belongs to the neighbour.
-    alignas(64) static const uint16_t table[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
-        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-        0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i values = _mm512_load_si512(table);
+    const __m512i values = _mm512_load_si512(Q4_TABLE);
     out[0] = _mm512_permutexvar_epi16(x, values);
     out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), values);
     out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 8), values);

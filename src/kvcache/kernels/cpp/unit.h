@@ -1,4 +1,4 @@
-// Few rows over slots of bf16 with the tile unit, in sweeps (`sweep.h`).
+// Few rows over slots of bf16 or fp8 with the tile unit, in sweeps (`sweep.h`).
 //
 // A tile has up to WIDE slots, sixteen at a time. While the unit computes with sixteen slots of a tile, the other
 // instructions finish those of the tile before: its exponentials beside new scores, its sums beside new products. So the
@@ -41,18 +41,42 @@ inline void link(UnitSweep&, UnitSweep&) {}
 
 inline int lead(const UnitSweep& sweep) { return std::min(UNIT_DISTANCE, sweep.keys.num_lines); }
 
+struct ExpandedSweep : UnitSweep {};  // of rows that become bf16 first
+
+inline int lead(const ExpandedSweep& sweep) { return std::min(EXPANDED_DISTANCE, sweep.keys.num_lines); }
+
 // Of the sixteen lines that an operand of the unit is read from, so many are fetched beside it, the others after sixteen slots.
 constexpr int BESIDE = 14;
 
-// Keys of bf16, times up to COLUMNS queries that `pack_columns` packed.
-template <int COLUMNS>
-class Bf16Scores {
+inline int lines_of_sixteen(const Store& store) { return EDGE * row_bytes(store.format, store.dim) / 64; }
+
+// Of each DEPTH values of sixteen slots so many lines are not fetched beside their product: all where they are expanded first.
+template <int F>
+constexpr int LEFT = F == BF16 ? EDGE - BESIDE : EDGE / 2;
+
+// `dim` values of sixteen slots as an operand of the unit: as they lie, or expanded here.
+template <int F, int WIDTH>
+class Operand {
+ public:
+  KV_INLINE Sixteen of(const Sixteen& stored, int dim) {
+    if constexpr (F == BF16) return stored;
+    for (int i = 0; i < EDGE; i++) expand_row<F>(stored.at + i * stored.step, dim, 0, rows + i * dim);
+    return {reinterpret_cast<const uint8_t*>(rows), 2 * dim};
+  }
+
+ private:
+  alignas(64) uint16_t rows[F == BF16 ? 32 : EDGE * WIDTH];
+};
+
+// Keys, times up to COLUMNS queries that `pack_columns` packed.
+template <int F, int COLUMNS>
+class UnitScores {
  public:
   static constexpr int ROWS = COLUMNS;
-  const int left;  // of the lines of sixteen slots those that are not fetched beside their products
+  const int left;  // lines of sixteen slots, see LEFT
 
-  Bf16Scores(const Shape& shape, int, const Scratch& s)
-      : left(shape.key_dim / DEPTH * (EDGE - BESIDE)),
+  UnitScores(const Shape& shape, int, const Scratch& s)
+      : left(shape.key_dim / DEPTH * LEFT<F>),
         all_queries(reinterpret_cast<const uint32_t*>(s.queries.at)),
         depth(shape.key_dim) {
     Shapes shapes = full_shapes();
@@ -68,7 +92,9 @@ class Bf16Scores {
   // Of the sixteen slots number g of a tile.
   template <int PARITY>
   KV_INLINE void compute(int g, const Sixteen& keys, Ahead& ahead) {
-    score_sixteen<PARITY>(queries, COLUMNS, depth, keys, turned[g * EDGE], 4 * COLUMNS, [&] { ahead.fetch<BESIDE>(); });
+    score_sixteen<PARITY>(queries, COLUMNS, depth, operands[PARITY].of(keys, depth), turned[g * EDGE], 4 * COLUMNS, [&] {
+      if (F == BF16) ahead.fetch<BESIDE>();
+    });
   }
 
   // The scores of the rows r to r + 3, with their slots in the lanes.
@@ -84,6 +110,7 @@ class Bf16Scores {
   const uint32_t *all_queries, *queries;
   const int depth;
   alignas(64) float turned[WIDE][COLUMNS];
+  Operand<F, MAX_DIM> operands[2];
 };
 
 // From the keys of a sweep to the weights of its values, of `num_rows` rows to a head. `Scores` computes with the unit.
@@ -195,10 +222,11 @@ class KeyPhase {
   }
 };
 
-// From the weights and the values of a sweep to the output, for values of bf16.
-class Bf16Values {
+// From the weights and the values of a sweep to the output.
+template <int F>
+class UnitValues {
  public:
-  Bf16Values(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
+  UnitValues(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
       : num_rows(num_rows), columns(shape.values.width), s(s), ahead(ahead) {}
 
   void run(const UnitSweep& sweep, int first_head) {
@@ -215,10 +243,13 @@ class Bf16Values {
         const int blocks = std::min(4, (columns - c) / DEPTH);
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         for (int g = 0; g < values.count; g++) {
-          mix_sixteen(weights + g * EDGE, 4 * WIDE, values.of[g].at + 2 * c, values.of[g].step, blocks,
-                      [&] { ahead.fetch<BESIDE>(); });
+          const Sixteen stored = {values.of[g].at + c * (F == BF16 ? 2 : 1), values.of[g].step};
+          const Sixteen rows = operands[g % 2].of(stored, blocks * DEPTH);
+          mix_sixteen(weights + g * EDGE, 4 * WIDE, rows.at, rows.step, blocks, [&] {
+            if (F == BF16) ahead.fetch<BESIDE>();
+          });
           add(before);
-          ahead.fetch(blocks * (EDGE - BESIDE));
+          ahead.fetch(blocks * LEFT<F>);
         }
         finish(before);
         take_sums(now.sums);
@@ -240,6 +271,7 @@ class Bf16Values {
   const Scratch& s;
   Ahead& ahead;
   State states[2];
+  Operand<F, 4 * DEPTH> operands[2];
 
   // out[r] = out[r] * correction[r] + sums of the next row, if one is left.
   KV_INLINE void add(State& before) const {
@@ -254,7 +286,7 @@ class Bf16Values {
 };
 
 // All of a sweep, as `run_sweep` of `sweep.h` is.
-template <class S, class Keys, class Values>
+template <class Keys, class Values, class S>
 void run_phases(const Shape& shape, const S& sweep, const S& next, int first_head, int num_rows, const Scratch& s) {
   Ahead ahead(sweep.keys, sweep.values, next.keys, next.values, lead(sweep), 0, 1);
   Keys(shape, num_rows, s, ahead).run(sweep, first_head);

@@ -21,7 +21,6 @@ constexpr int SPAN = 128;   // values whose four groups are computed with side b
 constexpr int MAX_SPANS = 4;
 constexpr int ABREAST = 4;  // rows of a head in an operand
 constexpr int SPAN_WORDS = SPAN / 2 * EDGE;  // of an operand: [pairs][16]
-constexpr int Q4_DISTANCE = 96;  // instead of UNIT_DISTANCE: what is expanded wants room in the first-level cache, too
 
 #if defined(KV_BF16)
 
@@ -45,11 +44,7 @@ inline void pack_spans(const uint16_t* rows, int num_rows, int dim, uint32_t* to
 
 // to [4 groups of 32] bf16.
 KV_INLINE void expand_span(const uint8_t* from, uint8_t* to) {
-  alignas(64) static const uint16_t table[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                                 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                                                 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
-                                                 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-  const __m512i integers = _mm512_load_si512(table);  // -8 to 7, by five bits of which the first does not count
+  const __m512i integers = _mm512_load_si512(Q4_TABLE);
   const __m512i shifts = _mm512_setr_epi64(0, 0, 0x0004000400040004, 0x0004000400040004, 0x0008000800080008,
                                            0x0008000800080008, 0x000c000c000c000c, 0x000c000c000c000c);
 #pragma GCC unroll 4
@@ -68,12 +63,6 @@ struct Integers {
     for (int i = 0; i < EDGE; i++) expand_span(rows.at + span * (SPAN / 2) + i * rows.step, at + i * 2 * SPAN);
   }
 };
-
-struct Q4Sweep : UnitSweep {};
-
-inline int lead(const Q4Sweep& sweep) { return std::min(Q4_DISTANCE, sweep.keys.num_lines); }
-
-inline int lines_of_sixteen(const Store& store) { return EDGE * row_bytes(store.format, store.dim) / 64; }
 
 // Keys, times up to four or eight queries.
 template <int COLUMNS>
