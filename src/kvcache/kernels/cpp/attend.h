@@ -417,7 +417,8 @@ class Attention {
       const int count = int(std::min<int64_t>(at.size, at.unit_end - at.slot));
       if (!place_tile(segment, s.seen, at.slot, count, tile)) continue;
       tile.head = at.head;
-      if (at.head == task.head_begin) look_up(segment, {at.unit_end, std::min(at.unit_end + TILE, at.end)}, at.head);
+      const bool is_first = at.head == task.head_begin && rows_of_head(task) <= FEW_ROWS;  // more read a tile long enough
+      if (is_first) look_up(segment, {at.unit_end, std::min(at.unit_end + TILE, at.end)}, at.head);
       find_rows(segment, p.keys, p.block_size, tile, tile.keys, tile.key_lines);
       find_rows(segment, p.values, p.block_size, tile, tile.values, tile.value_lines);
       move_on(task, at);
