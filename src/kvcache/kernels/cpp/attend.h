@@ -401,15 +401,6 @@ class Attention {
     }
   }
 
-  // Asks for the first line of each small block of some slots: what translates its address comes from memory, too.
-  void look_up(const Segment& segment, Span slots, int head) const {
-    if (p.block_size >= TILE) return;
-    for (int64_t slot = slots.begin; slot < slots.end; slot += p.block_size) {
-      __builtin_prefetch(row_of(segment, p.keys, p.block_size, slot, head), 0, 3);
-      __builtin_prefetch(row_of(segment, p.values, p.block_size, slot, head), 0, 3);
-    }
-  }
-
   // Fills `tile` with the cursor's slots, or the next ones that some query sees, and moves on; false at the end.
   bool next_tile(const Task& task, const Work& s, Cursor& at, Tile& tile) const {
     const Segment& segment = p.segments[task.segment];
@@ -417,8 +408,6 @@ class Attention {
       const int count = int(std::min<int64_t>(at.size, at.unit_end - at.slot));
       if (!place_tile(segment, s.seen, at.slot, count, tile)) continue;
       tile.head = at.head;
-      const bool is_first = at.head == task.head_begin && rows_of_head(task) <= FEW_ROWS;  // more read a tile long enough
-      if (is_first) look_up(segment, {at.unit_end, std::min(at.unit_end + TILE, at.end)}, at.head);
       find_rows(segment, p.keys, p.block_size, tile, tile.keys, tile.key_lines);
       find_rows(segment, p.values, p.block_size, tile, tile.values, tile.value_lines);
       move_on(task, at);
