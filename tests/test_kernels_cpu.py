@@ -213,6 +213,7 @@ def test_contexts_of_many_chunks(isa: str, block_size: int, dtype: str) -> None:
         (128, 2, (256, 128)),
         (32, 6, (128, 256)),
         (64, 8, (512, 128)),
+        (16, 4, (128, 384)),
         (512, 7, (64, 64)),
     ],
 )

@@ -41,7 +41,7 @@ inline bool use_amx = false;
 
 alignas(64) inline const uint8_t ZERO_ROW[MAX_DIM * 4 + 64] = {};
 
-struct Sixteen {  // bf16 rows of 16 slots, `step` bytes apart
+struct Sixteen {  // rows of 16 slots, `step` bytes apart; bf16 where they are an operand
   const uint8_t* at;
   int64_t step;
 };

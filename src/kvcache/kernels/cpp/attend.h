@@ -321,7 +321,7 @@ class Attention {
     if (++at.head == task.head_end) at = start(task, {at.unit_end, at.end}, at.size, at.without);
   }
 
-  // Whether a task goes into sweeps: few rows of bf16 in a context that is worth it.
+  // Whether a task goes into sweeps: few rows, of bf16 or what becomes it, in a context that is worth it.
   bool sweeps(const Task& task) const {
     const bool is_long = task.slot_end - task.slot_begin >= 4 * TILE;
     const bool is_dense = p.keys.row_stride == row_bytes(p.keys.format, p.keys.dim) &&
@@ -330,7 +330,7 @@ class Attention {
            (sweeps_unit(task) || sweeps_direct(task));
   }
 
-  // Whether the tile unit computes with them: it wants keys and values of bf16, fp8_e4m3 or q4_0, in whole steps.
+  // Whether the tile unit computes with them: it wants keys and values of one format, bf16, fp8_e4m3 or q4_0, in whole steps.
   bool sweeps_unit(const Task& task) const {
     const auto are_even = [&](int step) { return p.keys.dim % step == 0 && p.values.dim % step == 0; };
     if (shape.has_q4_unit())
