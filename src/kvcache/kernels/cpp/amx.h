@@ -44,6 +44,8 @@ alignas(64) inline const uint8_t ZERO_ROW[MAX_DIM * 4 + 64] = {};
 struct Sixteen {  // rows of 16 slots, `step` bytes apart; bf16 where they are an operand
   const uint8_t* at;
   int64_t step;
+
+  const uint8_t* operator[](int i) const { return at + i * step; }
 };
 
 #if defined(KV_BF16)

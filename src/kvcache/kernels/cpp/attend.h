@@ -378,11 +378,11 @@ class Attention {
     const auto run = [&](auto columns) {
       constexpr int N = decltype(columns)::value;
       if constexpr (std::is_same_v<S, UnitSweep>)
-        run_phases<KeyPhase<UnitScores<BF16, N>>, UnitValues<BF16>>(shape, sweep, next, task.head_begin, rows, s);
+        run_phases<UnitScores<BF16, N>, UnitMixes<BF16>>(shape, sweep, next, task.head_begin, rows, s);
       else if (p.keys.format == FP8)
-        run_phases<KeyPhase<UnitScores<FP8, N>>, UnitValues<FP8>>(shape, sweep, next, task.head_begin, rows, s);
+        run_phases<UnitScores<FP8, N>, UnitMixes<FP8>>(shape, sweep, next, task.head_begin, rows, s);
       else
-        run_phases<KeyPhase<Q4Scores<N>>, Q4Values>(shape, sweep, next, task.head_begin, rows, s);
+        run_phases<Q4Scores<N>, Q4Mixes>(shape, sweep, next, task.head_begin, rows, s);
     };
     columns_of(rows) == 4 ? run(std::integral_constant<int, 4>()) : run(std::integral_constant<int, 8>());
   }

@@ -42,15 +42,24 @@ inline int value_of_unit(int format, int unit, int s) {
 
 #if defined(KV_AVX512)
 
-// Eight bytes of each of eight rows.
-KV_INLINE __m512i load_words(const uint8_t* const* rows, ptrdiff_t at) {
+// Eight bytes of each of eight rows, from row `first` on.
+template <class R>
+KV_INLINE __m512i load_words(const R& rows, int first, ptrdiff_t at) {
   const auto pair = [&](int i) {
-    return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)(rows[i] + at)),
-                              _mm_loadl_epi64((const __m128i*)(rows[i + 1] + at)));
+    return _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)(rows[first + i] + at)),
+                              _mm_loadl_epi64((const __m128i*)(rows[first + i + 1] + at)));
   };
   const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(pair(0)), pair(2), 1);
   const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(pair(4)), pair(6), 1);
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// Number g of the four f16 in the words of the first and of the next eight rows.
+KV_INLINE __m512 nth_halves(__m512i first, __m512i next, int g) {
+  const __m512i index = _mm512_setr_epi32(0x00040000, 0x000c0008, 0x00140010, 0x001c0018, 0x00240020, 0x002c0028, 0x00340030,
+                                          0x003c0038, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512i of_group = _mm512_add_epi16(index, _mm512_set1_epi16(int16_t(g)));
+  return _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutex2var_epi16(first, of_group, next)));
 }
 
 // out[group][TILE] f32 from the f16 scales that follow the quants at `offset` bytes of each row. Returns whether all are
@@ -62,14 +71,10 @@ inline bool pack_scales(const uint8_t* const* rows, int slots, int offset, int g
     const ptrdiff_t at = offset + 2 * (g + n) - 8;
     const __m128i skipped = _mm_cvtsi32_si128(16 * (4 - n));
     for (int j = 0; j < slots; j += 16) {
-      const __m512i a = _mm512_srl_epi64(load_words(rows + j, at), skipped);
-      const __m512i b = _mm512_srl_epi64(load_words(rows + j + 8, at), skipped);
+      const __m512i a = _mm512_srl_epi64(load_words(rows, j, at), skipped);
+      const __m512i b = _mm512_srl_epi64(load_words(rows, j + 8, at), skipped);
       largest = _mm512_max_epu16(largest, _mm512_max_epu16(a, b));
-      __m512i index = _mm512_setr_epi32(0x00040000, 0x000c0008, 0x00140010, 0x001c0018, 0x00240020, 0x002c0028, 0x00340030,
-                                        0x003c0038, 0, 0, 0, 0, 0, 0, 0, 0);
-      for (int i = 0; i < n; i++, index = _mm512_add_epi16(index, _mm512_set1_epi16(1)))
-        _mm512_store_ps(out + (g + i) * TILE + j,
-                        _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutex2var_epi16(a, index, b))));
+      for (int i = 0; i < n; i++) _mm512_store_ps(out + (g + i) * TILE + j, nth_halves(a, b, i));
     }
   }
   return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7c00)) == 0;

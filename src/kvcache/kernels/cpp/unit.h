@@ -48,8 +48,6 @@ inline int lead(const ExpandedSweep& sweep) { return std::min(EXPANDED_DISTANCE,
 // Of the sixteen lines that an operand of the unit is read from, so many are fetched beside it, the others after sixteen slots.
 constexpr int BESIDE = 14;
 
-inline int lines_of_sixteen(const Store& store) { return EDGE * row_bytes(store.format, store.dim) / 64; }
-
 // Of each DEPTH values of sixteen slots so many lines are not fetched beside their product: all where they are expanded first.
 template <int F>
 constexpr int LEFT = F == BF16 ? EDGE - BESIDE : EDGE / 2;
@@ -60,7 +58,7 @@ class Operand {
  public:
   KV_INLINE Sixteen of(const Sixteen& stored, int dim) {
     if constexpr (F == BF16) return stored;
-    for (int i = 0; i < EDGE; i++) expand_row<F>(stored.at + i * stored.step, dim, 0, rows + i * dim);
+    for (int i = 0; i < EDGE; i++) expand_row<F>(stored[i], dim, 0, rows + i * dim);
     return {reinterpret_cast<const uint8_t*>(rows), 2 * dim};
   }
 
@@ -75,7 +73,7 @@ class UnitScores {
   static constexpr int ROWS = COLUMNS;
   const int left;  // lines of sixteen slots, see LEFT
 
-  UnitScores(const Shape& shape, int, const Scratch& s)
+  UnitScores(const Shape& shape, const Scratch& s)
       : left(shape.key_dim / DEPTH * LEFT<F>),
         all_queries(reinterpret_cast<const uint32_t*>(s.queries.at)),
         depth(shape.key_dim) {
@@ -120,7 +118,7 @@ class KeyPhase {
   static constexpr int COLUMNS = Scores::ROWS;
 
   KeyPhase(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
-      : shape(shape), num_rows(num_rows), s(s), ahead(ahead), products(shape, num_rows, s) {}
+      : shape(shape), num_rows(num_rows), s(s), ahead(ahead), products(shape, s) {}
 
   // Leaves the weights of tile i in s.weights [i][2 * num_rows * WIDE], and its factors in s.correction.
   void run(const UnitSweep& sweep, int first_head) {
@@ -222,12 +220,35 @@ class KeyPhase {
   }
 };
 
-// From the weights and the values of a sweep to the output.
+// Products of weights, as `store_halves` leaves them, and values.
 template <int F>
-class UnitValues {
+class UnitMixes {
  public:
-  UnitValues(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
-      : num_rows(num_rows), columns(shape.values.width), s(s), ahead(ahead) {}
+  explicit UnitMixes(const Shape&) {}
+
+  // Adds those of the sixteen slots number g of a tile and of `blocks` times DEPTH columns from `column` on; the lines of those
+  // that are still to be fetched are returned.
+  KV_INLINE int compute(int g, const Sixteen& values, int column, int blocks, const float* weights, int, Ahead& ahead) {
+    const Sixteen rows = operands[g % 2].of({values.at + column * (F == BF16 ? 2 : 1), values.step}, blocks * DEPTH);
+    mix_sixteen(reinterpret_cast<const uint32_t*>(weights), 4 * WIDE, rows.at, rows.step, blocks, [&] {
+      if (F == BF16) ahead.fetch<BESIDE>();
+    });
+    return blocks * LEFT<F>;
+  }
+
+  static void arrange(Sums, int, int) {}
+
+ private:
+  Operand<F, 4 * DEPTH> operands[2];
+};
+
+// From the weights and the values of a sweep to the output. `Mixes` computes with the unit, and `arrange` gives the sums of a row
+// the order of the output.
+template <class Mixes>
+class ValuePhase {
+ public:
+  ValuePhase(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
+      : num_rows(num_rows), columns(shape.values.width), s(s), ahead(ahead), products(shape) {}
 
   void run(const UnitSweep& sweep, int first_head) {
     Shapes shapes = full_shapes();
@@ -236,20 +257,16 @@ class UnitValues {
     int at = 0;
     for (int i = 0; i < sweep.count; i++) {
       const Sixteens& values = sweep.tiles[i].values;
-      const uint32_t* weights = reinterpret_cast<const uint32_t*>(s.weights.at) + size_t(i) * 2 * num_rows * WIDE;
+      const float* weights = s.weights.at + size_t(i) * 2 * num_rows * WIDE;
       float* out = s.output.at + size_t(sweep.tiles[i].head - first_head) * num_rows * columns;
       for (int c = 0; c < columns; c += 4 * DEPTH, at ^= 1) {
         State &now = states[at], &before = states[at ^ 1];
         const int blocks = std::min(4, (columns - c) / DEPTH);
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         for (int g = 0; g < values.count; g++) {
-          const Sixteen stored = {values.of[g].at + c * (F == BF16 ? 2 : 1), values.of[g].step};
-          const Sixteen rows = operands[g % 2].of(stored, blocks * DEPTH);
-          mix_sixteen(weights + g * EDGE, 4 * WIDE, rows.at, rows.step, blocks, [&] {
-            if (F == BF16) ahead.fetch<BESIDE>();
-          });
+          const int left = products.compute(g, values.of[g], c, blocks, weights + g * EDGE, num_rows, ahead);
           add(before);
-          ahead.fetch(blocks * LEFT<F>);
+          ahead.fetch(left);
         }
         finish(before);
         take_sums(now.sums);
@@ -270,13 +287,14 @@ class UnitValues {
   const int num_rows, columns;
   const Scratch& s;
   Ahead& ahead;
+  Mixes products;
   State states[2];
-  Operand<F, 4 * DEPTH> operands[2];
 
   // out[r] = out[r] * correction[r] + sums of the next row, if one is left.
   KV_INLINE void add(State& before) const {
     if (before.left == 0) return;
     const int r = --before.left;
+    Mixes::arrange(before.sums, r, num_rows);
     add_sums(before.sums, r, num_rows, before.blocks, before.correction[r], before.out + size_t(r) * columns);
   }
 
@@ -286,11 +304,11 @@ class UnitValues {
 };
 
 // All of a sweep, as `run_sweep` of `sweep.h` is.
-template <class Keys, class Values, class S>
+template <class Scores, class Mixes, class S>
 void run_phases(const Shape& shape, const S& sweep, const S& next, int first_head, int num_rows, const Scratch& s) {
   Ahead ahead(sweep.keys, sweep.values, next.keys, next.values, lead(sweep), 0, 1);
-  Keys(shape, num_rows, s, ahead).run(sweep, first_head);
-  Values(shape, num_rows, s, ahead).run(sweep, first_head);
+  KeyPhase<Scores>(shape, num_rows, s, ahead).run(sweep, first_head);
+  ValuePhase<Mixes>(shape, num_rows, s, ahead).run(sweep, first_head);
   set_shapes(full_shapes());
 }
 

@@ -21,6 +21,7 @@ constexpr int SPAN = 128;   // values whose four groups are computed with side b
 constexpr int MAX_SPANS = 4;
 constexpr int ABREAST = 4;  // rows of a head in an operand
 constexpr int SPAN_WORDS = SPAN / 2 * EDGE;  // of an operand: [pairs][16]
+constexpr int SPAN_LINES = EDGE * (SPAN / 2 + SPAN / GROUP * 2) / 64;  // of sixteen slots, with their scales
 
 #if defined(KV_BF16)
 
@@ -60,7 +61,7 @@ struct Integers {
 
   KV_INLINE void expand(const Sixteen& rows, int span) {
 #pragma GCC unroll 4
-    for (int i = 0; i < EDGE; i++) expand_span(rows.at + span * (SPAN / 2) + i * rows.step, at + i * 2 * SPAN);
+    for (int i = 0; i < EDGE; i++) expand_span(rows[i] + span * (SPAN / 2), at + i * 2 * SPAN);
   }
 };
 
@@ -71,16 +72,13 @@ class Q4Scores {
   static constexpr int ROWS = COLUMNS;
   const int left;
 
-  Q4Scores(const Shape& shape, int num_rows, const Scratch& s)
-      : left(lines_of_sixteen(shape.key_store)),
-        dim(shape.key_dim),
-        words_of_head(query_words(dim, num_rows)),
-        all_queries(s.operands.at) {
+  Q4Scores(const Shape& shape, const Scratch& s)
+      : left(shape.key_dim / SPAN * SPAN_LINES), dim(shape.key_dim), all_queries(s.operands.at) {
     set_shapes(full_shapes());
   }
 
   void turn_to(int head) {
-    queries = all_queries + size_t(head) * words_of_head;
+    queries = all_queries + size_t(head) * query_words(dim, COLUMNS);
     if (stay()) load_queries(queries, EDGE, SPAN, 0);
   }
 
@@ -107,7 +105,7 @@ class Q4Scores {
 #pragma GCC unroll 4
       for (int p = 0; p < 4; p++) {
         const int slot = i + 4 * p;
-        const uint8_t* scales = keys.at + slot * keys.step + dim / 2;
+        const uint8_t* scales = keys[slot] + dim / 2;
         scores[p] = _mm512_setzero_ps();
         for (int span = 0; span < dim / SPAN; span++) {
           const __m256i halves = _mm256_shuffle_epi8(_mm256_set1_epi64x(load<int64_t>(scales + 8 * span)), spread);
@@ -131,7 +129,7 @@ class Q4Scores {
 
  private:
   static constexpr int PARTS = COLUMNS / ABREAST;
-  const int dim, words_of_head;
+  const int dim;
   const uint32_t *all_queries, *queries;
   alignas(64) float sums[2][MAX_SPANS * PARTS][EDGE][EDGE];
   Integers integers[2];
@@ -139,60 +137,47 @@ class Q4Scores {
   bool stay() const { return PARTS == 1 && dim == SPAN; }  // the queries in their tiles
 };
 
-// From the weights and the values of a sweep to the output.
-class Q4Values {
+// Products of weights and values, a span at a time.
+class Q4Mixes {
  public:
-  Q4Values(const Shape& shape, int num_rows, const Scratch& s, Ahead& ahead)
-      : num_rows(num_rows), dim(shape.value_dim), left(lines_of_sixteen(shape.value_store)), s(s), ahead(ahead) {}
+  explicit Q4Mixes(const Shape& shape) : dim(shape.value_dim) {}
 
-  void run(const UnitSweep& sweep, int first_head) {
-    Shapes shapes = full_shapes();
-    set_rows(shapes, 0, 5, 2 * num_rows, 64);
-    set_shapes(shapes);
-    int at = 0;
-    for (int i = 0; i < sweep.count; i++) {
-      const Sixteens& values = sweep.tiles[i].values;
-      const float* weights = s.weights.at + size_t(i) * 2 * num_rows * WIDE;
-      float* out = s.output.at + size_t(sweep.tiles[i].head - first_head) * num_rows * dim;
-      for (int span = 0; span < dim / SPAN; span++, at ^= 1) {
-        State &now = states[at], &before = states[at ^ 1];
-        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-        for (int g = 0; g < values.count; g++) {
-          Integers& rows = integers[g % 2];
-          rows.expand(values.of[g], span);
-          ahead.fetch(left / 2 / (dim / SPAN));
-          weigh(weights + g * EDGE, values.of[g], span, operands[g % 2]);
-          mix(rows.at, operands[g % 2][0]);
-          add(before);
-          ahead.fetch((left - left / 2) / (dim / SPAN));
-        }
-        finish(before);
-        take_sums(now.sums);
-        now.out = out + span * SPAN, now.correction = s.correction.at + i * num_rows, now.left = num_rows;
-      }
+  KV_INLINE int compute(int g, const Sixteen& values, int column, int, const float* weights, int num_rows, Ahead& ahead) {
+    Integers& rows = integers[g % 2];
+    rows.expand(values, column / SPAN);
+    ahead.fetch(SPAN_LINES / 2);
+    weigh(weights, num_rows, values, column / SPAN, operands[g % 2]);
+    mix(rows.at, operands[g % 2][0]);
+    return SPAN_LINES - SPAN_LINES / 2;
+  }
+
+  // Columns side by side are the order of the output.
+  static KV_INLINE void arrange(Sums sums, int r, int num_rows) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; g++) {
+      float *first = sums[g][r], *second = sums[g][num_rows + r];
+      const __m512 a = _mm512_load_ps(first), b = _mm512_load_ps(second);
+      _mm512_store_ps(first, _mm512_permutex2var_ps(a, low, b));
+      _mm512_store_ps(second, _mm512_permutex2var_ps(a, high, b));
     }
-    finish(states[at ^ 1]);
   }
 
  private:
-  struct State {  // of products that are to be added to the output
-    alignas(64) Sums sums;
-    float* out;
-    const float* correction;
-    int left = 0;  // rows
-  };
+  static constexpr int NEXT = 2 * UNIT_FEW * EDGE;  // words of a group's operand: [2 * num_rows][16 slots]
 
-  const int num_rows, dim, left;
-  const Scratch& s;
-  Ahead& ahead;
-  State states[2];
+  const int dim;
   Integers integers[2];
-  alignas(64) uint32_t operands[2][4][2 * UNIT_FEW * EDGE];  // [groups][2 * num_rows][16 slots]
+  alignas(64) uint32_t operands[2][4][NEXT];
 
   // Weights of sixteen slots times the scales of each group.
-  KV_INLINE void weigh(const float* weights, const Sixteen& values, int span, uint32_t (*to)[2 * UNIT_FEW * EDGE]) const {
+  KV_INLINE void weigh(const float* weights, int num_rows, const Sixteen& values, int span, uint32_t (*to)[NEXT]) const {
+    const ptrdiff_t at = dim / 2 + 8 * span;
+    const __m512i a = load_words(values, 0, at), b = load_words(values, 8, at);
     __m512 scales[4];
-    load_scales(values.at + dim / 2 + 8 * span, values.step, scales);
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; g++) scales[g] = nth_halves(a, b, g);
 #pragma GCC unroll 8
     for (int r = 0; r < UNIT_FEW; r++, weights += WIDE) {
       if (r == num_rows) break;
@@ -203,51 +188,11 @@ class Q4Values {
     }
   }
 
-  // to[g] [16 slots]: those of four groups, which stand side by side.
-  static KV_INLINE void load_scales(const uint8_t* from, int64_t step, __m512* to) {
-    const auto four = [&](int i) {
-      const auto word = [&](int k) { return _mm_loadl_epi64((const __m128i*)(from + (i + k) * step)); };
-      return _mm256_set_m128i(_mm_unpacklo_epi64(word(2), word(3)), _mm_unpacklo_epi64(word(0), word(1)));
-    };
-    const __m512i a = _mm512_inserti64x4(_mm512_castsi256_si512(four(0)), four(4), 1);
-    const __m512i b = _mm512_inserti64x4(_mm512_castsi256_si512(four(8)), four(12), 1);
-    __m512i index = _mm512_setr_epi32(0x00040000, 0x000c0008, 0x00140010, 0x001c0018, 0x00240020, 0x002c0028, 0x00340030,
-                                      0x003c0038, 0x00050001, 0x000d0009, 0x00150011, 0x001d0019, 0x00250021, 0x002d0029,
-                                      0x00350031, 0x003d0039);  // the first group of all slots, then the second
-#pragma GCC unroll 2
-    for (int g = 0; g < 4; g += 2, index = _mm512_add_epi16(index, _mm512_set1_epi16(2))) {
-      const __m512i both = _mm512_permutex2var_epi16(a, index, b);
-      to[g] = _mm512_cvtph_ps(_mm512_castsi512_si256(both));
-      to[g + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(both, 1));
-    }
-  }
-
   static KV_INLINE void mix(const uint8_t* rows, const uint32_t* weights) {
-    constexpr int NEXT = 2 * UNIT_FEW * EDGE;
     tile_load<4>(weights, 64), tile_load<5>(rows, 2 * SPAN), tile_dot<0, 4, 5>();
     tile_load<4>(weights + NEXT, 64), tile_load<6>(rows + 64, 2 * SPAN), tile_dot<1, 4, 6>();
     tile_load<4>(weights + 2 * NEXT, 64), tile_load<5>(rows + 128, 2 * SPAN), tile_dot<2, 4, 5>();
     tile_load<4>(weights + 3 * NEXT, 64), tile_load<6>(rows + 192, 2 * SPAN), tile_dot<3, 4, 6>();
-  }
-
-  // out[r] = out[r] * correction[r] + sums of the next row, if one is left.
-  KV_INLINE void add(State& before) {
-    if (before.left == 0) return;
-    const int r = --before.left;
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-#pragma GCC unroll 4
-    for (int g = 0; g < 4; g++) {  // columns side by side, which is the order of the output
-      float *first = before.sums[g][r], *second = before.sums[g][num_rows + r];
-      const __m512 a = _mm512_load_ps(first), b = _mm512_load_ps(second);
-      _mm512_store_ps(first, _mm512_permutex2var_ps(a, low, b));
-      _mm512_store_ps(second, _mm512_permutex2var_ps(a, high, b));
-    }
-    add_sums(before.sums, r, num_rows, 4, before.correction[r], before.out + size_t(r) * dim);
-  }
-
-  void finish(State& before) {
-    while (before.left > 0) add(before);
   }
 };
 
