@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,22 @@ def test_rows_in_lanes(isa: str, names: tuple[str, str]) -> None:
         sinks = array("torch", np.linspace(-2, 3, 8).astype(np.float32))
         assert error(*attend(world, "bf16", names)) < 1e-2
         assert error(*attend(world, "bf16", names, softcap=8.0, sinks=sinks)) < 1e-2
+
+
+@pytest.mark.parametrize("rise", [3.0, 25.0, 80.0, 500.0, -25.0, -500.0])
+def test_scores_that_rise_along_the_context(isa: str, rise: float) -> None:
+    """By less in a tile than highest scores may be exceeded by before they move on, and by more; and the other way."""
+    world = make_world(Shape(2, 4, 64, 64, 16), [prefill(700, 90), decode(700), prefill(900, 3)], seed=7)
+    keys, queries = world.keys.copy(), world.queries.copy()
+    queries[:, :, 0] = 8.0  # times the scale: 1
+    for segment in world.batch.segments:
+        slots = np.arange(segment.num_slots)
+        keys[segment.block_table[slots // 16], :, slots % 16, 0] = (rise * slots / segment.num_slots)[:, None]
+    world = rounded(replace(world, keys=keys, queries=queries), "bf16")
+    sinks = array("torch", np.linspace(-2, rise, 8).astype(np.float32))
+    for names in (("bf16", "bf16"), ("fp8_e4m3", "fp8_e4m3")):
+        assert error(*attend(world, "bf16", names)) < 1e-2
+        assert error(*attend(world, "bf16", names, sinks=sinks)) < 1e-2
 
 
 def test_rows_that_see_nothing_of_a_tile(isa: str) -> None:

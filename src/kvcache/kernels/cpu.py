@@ -92,7 +92,8 @@ class CpuKernel(Kernel, Writer):
         plan = self._plans.get(batch)
         if plan is None:
             plan = self._plans[batch] = _plan(batch)
-        num_blocks, sizes = min(len(keys.array), len(values.array)), {keys.array.shape[2], values.array.shape[2]}
+        shapes = keys.array.shape, values.array.shape
+        num_blocks, sizes = min(shapes[0][0], shapes[1][0]), {shapes[0][2], shapes[1][2]}
         if plan.num_blocks > num_blocks or plan.num_rows != len(queries) or sizes != {batch.block_size}:
             raise ValueError(
                 f"the batch has {plan.num_rows} queries and names blocks of {batch.block_size} up to "

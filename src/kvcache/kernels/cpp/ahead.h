@@ -38,6 +38,11 @@ struct Lines {  // where the rows of one side of a tile lie, or of several tiles
     else
       runs[num_runs++] = {begin, end};
   }
+
+  template <int M>
+  void add(const Lines<M>& lines) {
+    for (int i = 0; i < lines.num_runs; i++) add(lines.runs[i].begin, lines.runs[i].end);
+  }
 };
 
 struct Side {
@@ -77,11 +82,11 @@ class Ahead {
   }
 #endif
 
-  template <int WORK>
+  template <int WORK, int LOCALITY = 3>  // 3: into the first level, 2: the second
   KV_INLINE void step() {
     for (credit += WORK * rate; credit >= 256; credit -= 256) {
       if (run.begin >= run.end && !turn()) return;
-      __builtin_prefetch(run.begin, 0, 3);
+      __builtin_prefetch(run.begin, 0, LOCALITY);
       run.begin += 64;
     }
   }

@@ -50,12 +50,17 @@ struct Sixteen {  // rows of 16 slots, `step` bytes apart; bf16 where they are a
 
 #if defined(KV_BF16)
 
+constexpr bool ONCE = true;  // is an operand read: it then leaves the first-level cache to the rest
+
 #if defined(KV_AMX)
 
 // Written out, because those of GCC 12 do not say which memory they read.
-template <int T>
+template <int T, bool IS_ONCE = false>
 KV_INLINE void tile_load(const void* at, int64_t step) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(step), "i"(T) : "memory");
+  if constexpr (IS_ONCE)
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(step), "i"(T) : "memory");
+  else
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(step), "i"(T) : "memory");
 }
 template <int T>
 KV_INLINE void tile_store(void* at, int64_t step) {
@@ -95,7 +100,7 @@ inline thread_local Shapes tile_shapes;
 inline void set_shapes(const Shapes& shapes) { tile_shapes = shapes; }
 inline void release_tiles() {}
 
-template <int T>
+template <int T, bool = false>
 void tile_load(const void* at, int64_t step) {
   for (int i = 0; i < tile_shapes.rows[T]; i++)
     std::memcpy(tile_registers[T].rows[i], static_cast<const uint8_t*>(at) + i * step, tile_shapes.row_bytes[T]);
@@ -243,12 +248,12 @@ KV_INLINE void load_queries(const uint32_t* queries, int columns, int depth, int
 
 // to [16], `step` bytes apart = keys . queries, whose first 128 values are in their tiles. C: 0 and 1 in turn, so that while
 // one sum is waited for the next begins. `pace` is called after each product.
-template <int C, class F>
+template <int C, bool IS_ONCE = false, class F>
 KV_INLINE void score_sixteen(const uint32_t* queries, int columns, int depth, const Sixteen& keys, float* to, int step,
                              F&& pace) {
   const auto add = [&](int d, auto tile) {
     if (d >= depth) return;
-    tile_load<2 + C>(keys.at + 2 * d, keys.step), tile_dot<C, 2 + C, decltype(tile)::value>();
+    tile_load<2 + C, IS_ONCE>(keys.at + 2 * d, keys.step), tile_dot<C, 2 + C, decltype(tile)::value>();
     pace();
   };
   tile_zero<C>();
@@ -305,19 +310,19 @@ inline void scores_amx(const uint32_t* queries, const Sixteen* keys, int depth, 
 }
 
 // The tiles 0 to 3 += weights, `step` bytes apart, times values [16][blocks * DEPTH] from `at` on. `pace` as above.
-template <class F>
+template <bool IS_ONCE = false, class F>
 KV_INLINE void mix_sixteen(const uint32_t* weights, int step, const uint8_t* at, int64_t values_step, int blocks, F&& pace) {
   tile_load<4>(weights, step);
-  tile_load<5>(at, values_step), tile_dot<0, 4, 5>();
+  tile_load<5, IS_ONCE>(at, values_step), tile_dot<0, 4, 5>();
   pace();
   if (blocks == 1) return;
-  tile_load<6>(at + 64, values_step), tile_dot<1, 4, 6>();
+  tile_load<6, IS_ONCE>(at + 64, values_step), tile_dot<1, 4, 6>();
   pace();
   if (blocks == 2) return;
-  tile_load<5>(at + 128, values_step), tile_dot<2, 4, 5>();
+  tile_load<5, IS_ONCE>(at + 128, values_step), tile_dot<2, 4, 5>();
   pace();
   if (blocks == 3) return;
-  tile_load<6>(at + 192, values_step), tile_dot<3, 4, 6>();
+  tile_load<6, IS_ONCE>(at + 192, values_step), tile_dot<3, 4, 6>();
   pace();
 }
 

@@ -30,6 +30,7 @@ constexpr int CHUNK = 512;      // slots, at least; a multiple of TILE
 constexpr int MOST_CHUNK = 2048;
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
 constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
+constexpr int LEAST_ROWS = 128;  // that tasks are made smaller to, for all threads to have some
 constexpr int LANES_VALUES = 1 << 17;  // of a task's output in lanes, instead: the tile unit's operands come from L2 as well
 
 struct Problem {
@@ -105,16 +106,33 @@ class Attention {
   int rows_of_head(const Task& task) const { return (task.query_end - task.query_begin) * p.group; }
   int rows_of(const Task& task) const { return rows_of_head(task) * (task.head_end - task.head_begin); }
 
+  // Of row r of the key/value head `head` in a task: its query head, and where it begins in the queries or the output.
+  int64_t query_head(int head, int r) const { return int64_t(head) * p.group + r % p.group; }
+  int64_t place_of(const Rows& rows, const Task& task, int head, int r) const {
+    return p.segments[task.segment].rows[task.query_begin + r / p.group] * rows.row_stride +
+           query_head(head, r) * rows.head_stride;
+  }
+
   // --- the plan: O(queries + items) ---
 
-  // The queries of a segment and what they see, cut into tasks that have no heads yet.
-  void plan_segment(int index, std::vector<Task>& parts) const {
-    const Segment& segment = p.segments[index];
+  // Queries of a task: fewer where there would be no work for all threads, for that is cheaper than to cut slots into chunks.
+  int most_queries(int threads) const {
     const int in_lanes = LANES_VALUES / std::max(shape.values.width, shape.key_dim / 2);
-    const int most = shape.has_unit() ? std::max(TASK_ROWS, in_lanes) : TASK_ROWS;
-    const int queries_per_task = std::max(1, most / p.group);
-    for (int64_t q = 0; q < segment.num_rows; q += queries_per_task) {
-      const int64_t end = std::min<int64_t>(q + queries_per_task, segment.num_rows);
+    int rows = shape.has_unit() ? std::max(TASK_ROWS, in_lanes) : TASK_ROWS;
+    const auto num_tasks = [&] {
+      int64_t tasks = 0;
+      for (int64_t s = 0; s < p.num_segments; s++) tasks += (p.segments[s].num_rows * p.group + rows - 1) / rows;
+      return tasks * p.heads;
+    };
+    while (rows > LEAST_ROWS && num_tasks() < 4 * threads) rows /= 2;
+    return std::max(1, rows / p.group);
+  }
+
+  // The queries of a segment and what they see, cut into tasks that have no heads yet.
+  void plan_segment(int index, int most_queries, std::vector<Task>& parts) const {
+    const Segment& segment = p.segments[index];
+    for (int64_t q = 0; q < segment.num_rows; q += most_queries) {
+      const int64_t end = std::min<int64_t>(q + most_queries, segment.num_rows);
       int64_t lowest = std::numeric_limits<int32_t>::max(), highest = 0;
       for (int64_t i = q; i < end; i++) {
         lowest = std::min<int64_t>(lowest, p.begins[segment.rows[i]]);
@@ -164,7 +182,8 @@ class Attention {
 
   void plan(int threads) {
     std::vector<Task> parts;
-    for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s), parts);
+    const int most = most_queries(threads);
+    for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s), most, parts);
     int64_t chunks = 0;
     for (const Task& part : parts) {
       const int64_t slots = part.slot_end - part.slot_begin;
@@ -251,9 +270,7 @@ class Attention {
 #endif
     for (int h = task.head_begin; h < task.head_end; h++)
       for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
-        const int64_t row = segment.rows[task.query_begin + r / p.group];
-        const int64_t at = row * p.queries.row_stride + (int64_t(h) * p.group + r % p.group) * p.queries.head_stride;
-        read_row(p.queries.base, at, p.queries.format, dim, values);
+        read_row(p.queries.base, place_of(p.queries, task, h, r), p.queries.format, dim, values);
         if (shape.scores_fixed(rows_of_head(task)))
           shape.keys.pack_query(values, dim, reinterpret_cast<uint8_t*>(to));
         else if (shape.keys.bf16)  // exact: these queries are bf16
@@ -275,17 +292,15 @@ class Attention {
   // The rows [begin, end) of a head, which are bf16, `step` values apart.
   void copy_queries(const Task& task, int head, int begin, int end, int step, uint16_t* to) const {
     const uint16_t* queries = static_cast<const uint16_t*>(p.queries.base);
-    for (int r = begin; r < end; r++, to += step) {
-      const int64_t row = p.segments[task.segment].rows[task.query_begin + r / p.group];
-      const int64_t of_row = int64_t(head) * p.group + r % p.group;
-      std::copy_n(queries + row * p.queries.row_stride + of_row * p.queries.head_stride, shape.key_dim, to);
-    }
+    for (int r = begin; r < end; r++, to += step)
+      std::copy_n(queries + place_of(p.queries, task, head, r), shape.key_dim, to);
   }
 
   // The queries as the tile unit wants them, `columns` rows at a time; heads begin at multiples of `align` rows.
   void pack_columns_of(const Task& task, int columns, int align, uint32_t* to) const {
     const int depth = round_up(shape.key_dim, DEPTH), num_rows = rows_of_head(task);
-    alignas(64) uint16_t rows[EDGE * MAX_DIM] = {};  // [16][depth], zeros beyond the values
+    alignas(64) uint16_t rows[EDGE * MAX_DIM];  // [16][depth], zeros beyond the values
+    if (depth > shape.key_dim) std::fill_n(rows, EDGE * depth, 0);
     for (int h = task.head_begin; h < task.head_end; h++)
       for (int begin = 0; begin < round_up(num_rows, align); begin += columns, to += depth / 2 * columns) {
         const int count = std::clamp(num_rows - begin, 0, columns);
@@ -432,18 +447,35 @@ class Attention {
     }
   }
 
+#if defined(KV_BF16)
+  void next_group(const Task& task, const Work& s, Cursor& at, TileGroup& group) const {
+    group.count = 0, group.keys.clear(), group.values.clear();
+    while (group.count < s.lanes.group_size && next_tile(task, s, at, group.tiles[group.count])) {
+      const Tile& tile = group.tiles[group.count++];
+      group.keys.add(tile.key_lines), group.values.add(tile.value_lines);
+    }
+  }
+
+  void run_groups(const Task& task, Span slots, const Work& s) const {
+    Cursor cursor = start(task, slots, TILE, {slots.end, slots.end});
+    TileGroup* groups = s.lanes.groups.get();
+    next_group(task, s, cursor, groups[0]);
+    bool is_first = true;
+    for (int at = 0; groups[at].count > 0; at ^= 1, is_first = false) {
+      next_group(task, s, cursor, groups[at ^ 1]);
+      GroupRun(shape, groups[at], groups[at ^ 1], task.head_begin, s.lanes).run(is_first);
+    }
+  }
+#endif
+
   void run_chunk(const Task& task, int64_t chunk, const Work& s) const {
     const Span slots = {std::max(task.slot_begin, chunk * task.chunk_size),
                         std::min(task.slot_end, (chunk + 1) * task.chunk_size)};
     const int rows = rows_of(task), queries = task.query_end - task.query_begin, width = shape.values.width;
 #if defined(KV_BF16)
     if (shape.in_lanes(rows_of_head(task))) {
-      const int heads = task.head_end - task.head_begin;
-      s.lanes.start(heads, width);
-      for_tiles(task, slots, {slots.end, slots.end}, s, [] {}, [&](const Tile& tile, const Tile& next) {
-        run_tile_lanes(shape, tile, next, tile.head - task.head_begin, s.lanes);
-      });
-      return s.lanes.finish(heads, width, s);
+      s.lanes.start(task.head_end - task.head_begin, width);
+      return run_groups(task, slots, s);
     }
 #endif
     std::fill_n(s.output.at, size_t(rows) * width, 0.0f);
@@ -469,6 +501,12 @@ class Attention {
     pack_queries(task, s);
     for (int64_t c = item.chunk_begin; c < item.chunk_end; c++) {
       run_chunk(task, c, s);
+#if defined(KV_BF16)
+      if (shape.in_lanes(rows_of_head(task))) {
+        if (task.num_chunks == 1) return finish_lanes(task, s);
+        s.lanes.store_rows(task.head_end - task.head_begin, shape.values.width, s);
+      }
+#endif
       if (task.num_chunks == 1) return finish(task, s);
       const int64_t rows = rows_of(task), row = task.partial_row + (c - task.first_chunk) * rows;
       std::copy_n(s.output.at, rows * shape.values.width, partial_output.get() + row * shape.values.width);
@@ -500,32 +538,56 @@ class Attention {
     }
   }
 
+  // What the output of a row is multiplied with in the end.
+  float factor_of(int64_t head, float m, float l) const {
+    float factor = 1.0f;
+    if (p.sinks != nullptr) {
+      const float sink = p.sinks[head] * LOG2E, top = std::max(m, sink);
+      factor = shrinking(m, top);
+      l = l * factor + (sink == NOTHING ? 0.0f : exp2(splat(sink - top))[0]);
+    }
+    return l == 0.0f ? 0.0f : factor / l;  // NaN stays
+  }
+
   // Divides, restores the order of the values, and writes.
   void finish(const Task& task, const Work& s) const {
-    const Segment& segment = p.segments[task.segment];
-    const int dim = shape.value_dim, width = shape.values.width, rows = rows_of(task);
-    const int* order = shape.values.order.data();
-    const bool in_order = shape.in_lanes(rows_of_head(task));
-    float values[MAX_DIM + 1];
-    for (int r = 0; r < rows; r++) {
-      const int64_t head = int64_t(task.head_begin + r / rows_of_head(task)) * p.group + r % p.group;
-      float l = s.l.at[r], factor = 1.0f;
-      if (p.sinks != nullptr) {
-        const float sink = p.sinks[head] * LOG2E, top = std::max(s.m.at[r], sink);
-        factor = shrinking(s.m.at[r], top);
-        l = l * factor + (sink == NOTHING ? 0.0f : exp2(splat(sink - top))[0]);
+    const int dim = shape.value_dim, width = shape.values.width, rows = rows_of_head(task);
+    const int* columns = shape.values.order.data();
+    const bool in_order = shape.in_lanes(rows);
+    float values[MAX_DIM];
+    const float* from = s.output.at;
+    int at = 0;
+    for (int h = task.head_begin; h < task.head_end; h++)
+      for (int r = 0; r < rows; r++, at++, from += width) {
+        const float factor = factor_of(query_head(h, r), s.m.at[at], s.l.at[at]);
+        for (int i = 0; i < dim; i++) values[i] = from[in_order ? i : columns[i]] * factor;
+        write_row(p.output.base, place_of(p.output, task, h, r), p.output.format, dim, values);
       }
-      factor = l == 0.0f ? 0.0f : factor / l;  // NaN stays
-      const float* from = s.output.at + size_t(r) * width;
-      if (in_order)
-        for (int c = 0; c < dim; c++) values[c] = from[c] * factor;
-      else
-        for (int c = 0; c < width; c++) values[order[c] < 0 ? MAX_DIM : order[c]] = from[c] * factor;
-      const int64_t to = segment.rows[task.query_begin + r % rows_of_head(task) / p.group] * p.output.row_stride +
-                         head * p.output.head_stride;
-      write_row(p.output.base, to, p.output.format, dim, values);
-    }
   }
+
+#if defined(KV_BF16)
+  // The same for rows in lanes, whose output is bf16 as their queries are.
+  void finish_lanes(const Task& task, const Work& s) const {
+    const Lanes& lanes = s.lanes;
+    const int dim = shape.value_dim, width = shape.values.width;
+    size_t b = 0;
+    for (int h = task.head_begin; h < task.head_end; h++)
+      for (int begin = 0; begin < lanes.bands * EDGE; begin += EDGE, b++) {
+        alignas(64) float factors[EDGE] = {};
+        uint16_t* to[EDGE] = {};
+        const int count = std::min(EDGE, lanes.num_rows - begin);
+        for (int i = 0; i < count; i++) {
+          factors[i] = factor_of(query_head(h, begin + i), lanes.m.at[b * EDGE + i], lanes.l.at[b * EDGE + i]);
+          to[i] = static_cast<uint16_t*>(p.output.base) + place_of(p.output, task, h, begin + i);
+        }
+        if (count > 0)
+          lanes.turn(b, width, load<vf>(factors), [&](int i, int c, vf columns) {
+            const __mmask16 wanted = _cvtu32_mask16((1u << std::clamp(dim - c, 0, EDGE)) - 1);
+            if (i < count) _mm256_mask_storeu_epi16(to[i] + c, wanted, (__m256i)_mm512_cvtneps_pbh((__m512)columns));
+          });
+      }
+  }
+#endif
 };
 
 }  // namespace kv

@@ -344,14 +344,14 @@ inline int value_columns(int format, bool bf16, int dim) {
   return bf16 ? round_up(dim, GROUP) : round_up(dim / per_unit(format), LANES) * per_unit(format);
 }
 
-// order[c]: the value in column c of the packed values, or -1 for padding.
-inline void value_order(int format, bool bf16, int dim, int* order) {
+// columns_of[v]: where value v stands in the packed values.
+inline void value_order(int format, bool bf16, int dim, int* columns_of) {
   const int P = per_unit(format), columns = value_columns(format, bf16, dim);
   for (int c = 0; c < columns; c++) {
     int value;
     if (!bf16) {
       const int unit = c / (LANES * P) * LANES + c % LANES, s = c / LANES % P;
-      value = unit < dim / P ? value_of_unit(format, unit, s) : -1;
+      value = unit < dim / P ? value_of_unit(format, unit, s) : -1;  // -1: padding
     } else {
       const int base = c / GROUP * GROUP, v = c % GROUP / 16, i = c % 16;
       if (format == BF16)
@@ -362,7 +362,7 @@ inline void value_order(int format, bool bf16, int dim, int* order) {
         value = base + 2 * i + v;
       if (value >= dim) value = -1;
     }
-    order[c] = value;
+    if (value >= 0) columns_of[value] = c;
   }
 }
 

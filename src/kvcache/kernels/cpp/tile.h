@@ -61,7 +61,7 @@ struct Reader {
   MixFixed mix_fixed[4] = {};
   FindSixteens find_sixteens = nullptr;  // null: not for the tile unit
   int width = 0;  // places of a packed row
-  std::vector<int> order;
+  std::vector<int> order;  // of keys: the value at each place; of values: the place of each
 
   void pack(const uint8_t* const* rows, Ahead& ahead, int slots, int dim, float* out, float* scales) const {
     if (bf16)
@@ -129,7 +129,7 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key) {
     default: set_functions<Q4>(reader, is_key, store.dim); break;
   }
   reader.width = is_key ? store.dim : value_columns(store.format, reader.bf16, store.dim);
-  reader.order.resize(size_t(reader.width));
+  reader.order.resize(size_t(store.dim));
   if (is_key)
     key_order(store.format, reader.bf16, store.dim, reader.order.data());
   else

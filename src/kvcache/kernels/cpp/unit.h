@@ -90,7 +90,8 @@ class UnitScores {
   // Of the sixteen slots number g of a tile.
   template <int PARITY>
   KV_INLINE void compute(int g, const Sixteen& keys, Ahead& ahead) {
-    score_sixteen<PARITY>(queries, COLUMNS, depth, operands[PARITY].of(keys, depth), turned[g * EDGE], 4 * COLUMNS, [&] {
+    const Sixteen rows = operands[PARITY].of(keys, depth);
+    score_sixteen<PARITY, F == BF16>(queries, COLUMNS, depth, rows, turned[g * EDGE], 4 * COLUMNS, [&] {
       if (F == BF16) ahead.fetch<BESIDE>();
     });
   }
@@ -203,7 +204,7 @@ class KeyPhase {
 #pragma GCC unroll 8
     for (int r = 0; r < COLUMNS; r++) {
       if (r == num_rows) break;
-      const vf weight = exp2(load<vf>(before.scores[r] + at) - splat(before.top[r]));
+      const vf weight = exp2_coarse(load<vf>(before.scores[r] + at) - splat(before.top[r]));
       before.totals[r] += weight;
       Scores::store_weights(before.weights, r, num_rows, at, weight);
     }
@@ -230,7 +231,7 @@ class UnitMixes {
   // that are still to be fetched are returned.
   KV_INLINE int compute(int g, const Sixteen& values, int column, int blocks, const float* weights, int, Ahead& ahead) {
     const Sixteen rows = operands[g % 2].of({values.at + column * (F == BF16 ? 2 : 1), values.step}, blocks * DEPTH);
-    mix_sixteen(reinterpret_cast<const uint32_t*>(weights), 4 * WIDE, rows.at, rows.step, blocks, [&] {
+    mix_sixteen<F == BF16>(reinterpret_cast<const uint32_t*>(weights), 4 * WIDE, rows.at, rows.step, blocks, [&] {
       if (F == BF16) ahead.fetch<BESIDE>();
     });
     return blocks * LEFT<F>;
