@@ -53,6 +53,23 @@ struct Side {
   Side(const Lines<N>& lines) : begin(lines.runs), end(lines.runs + lines.num_runs) {}
 };
 
+#if defined(KV_BF16)
+// Lines that are asked for all at once take the processor's sixteen fill buffers, and hold up what it would fetch by itself,
+// which is more. So each address waits for multiplications (by zero, three cycles) that wait for the ones before.
+class Spaced {
+ public:
+  template <int WAITS, int LOCALITY>
+  KV_INLINE void fetch(const void* at) {
+#pragma GCC unroll 4
+    for (int i = 0; i < WAITS; i++) asm volatile("imul $0, %0, %0" : "+r"(zero));
+    __builtin_prefetch(static_cast<const uint8_t*>(at) + zero, 0, LOCALITY);
+  }
+
+ private:
+  uint64_t zero = 0;
+};
+#endif
+
 class Ahead {
  public:
   // Fetches `lines` lines from the four sides, in their order and without the first `skip`, in `work` units of work. (A unit
@@ -73,12 +90,12 @@ class Ahead {
   KV_INLINE void fetch() {
     if (run.end - run.begin < 64 * N) return fetch(N);
 #pragma GCC unroll 64
-    for (int i = 0; i < N; i++) fetch_spaced(run.begin + 64 * i);
+    for (int i = 0; i < N; i++) spaced.fetch<1, 3>(run.begin + 64 * i);
     run.begin += 64 * N;
   }
 
   void fetch(int lines) {
-    for (; lines > 0 && (run.begin < run.end || turn()); lines--, run.begin += 64) fetch_spaced(run.begin);
+    for (; lines > 0 && (run.begin < run.end || turn()); lines--, run.begin += 64) spaced.fetch<1, 3>(run.begin);
   }
 #endif
 
@@ -99,13 +116,7 @@ class Ahead {
   int rate, credit;        // lines per unit of work, and lines due, in 1/256
 
 #if defined(KV_BF16)
-  uint64_t zero = 0;
-
-  // Lines that are asked for all at once take the processor's sixteen fill buffers, and hold up what it would fetch by itself,
-  // which is more. So each address waits for a multiplication (by zero, three cycles) that waits for the one before.
-  KV_INLINE void fetch_spaced(const uint8_t* at) {
-    asm volatile("imul $0, %0, %0\n\tprefetcht0 (%1,%0)" : "+r"(zero) : "r"(at));
-  }
+  Spaced spaced;
 #endif
 
   KV_INLINE bool turn() {

@@ -1,7 +1,7 @@
 // Few rows times the weights of a linear layer, bf16 [out, in] as they lie in the model: no copy, nothing packed.
 //
-// Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows are
-// dot products along one row of weights after the other. With the tile unit (`amx.h`) more are
+// Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows at a
+// time are dot products along one row of weights after the other. With the tile unit (`amx.h`) 4 and more are
 //
 //   product^T [16 weights][16 rows]  +=  weights [16][32 values]  .  x^T [16 pairs][16 rows], which is packed once
 //
@@ -73,7 +73,7 @@ KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weigh
 
 inline Factors prepare(const Linear& p) {
   thread_local Buffer<uint32_t> columns;
-  if (!use_amx || p.rows <= FEW_BLOCK || p.in % DEPTH != 0 || p.out < PANEL) return {p.x, p.in, nullptr};
+  if (!use_amx || p.rows < FEW_BLOCK || p.in % DEPTH != 0 || p.out < PANEL) return {p.x, p.in, nullptr};
   columns.reserve(size_t((p.rows + EDGE - 1) / EDGE * EDGE * p.in / 2));
   for (int64_t r = 0; r < p.rows; r += EDGE)
     pack_columns(p.x + r * p.in, int(std::min<int64_t>(p.rows - r, EDGE)), int(p.in), EDGE, columns.at + r / 2 * p.in);
@@ -146,11 +146,13 @@ inline void multiply_directly(const Linear& p, const Factors& x, int64_t row, in
 
 #if defined(KV_BF16)
 
-// Columns [first, first + PANEL) for up to EDGE * BLOCKS rows.
+// Columns [first, first + PANEL) for up to EDGE * BLOCKS rows. FETCH: fetch the next panel, in the order of memory. (What lies
+// WEIGHTS_AHEAD comes too late where all rows of a panel are read at once; not spaced it gains nothing.)
 template <int BLOCKS, bool FETCH>
 void multiply_in_unit(const Linear& p, const Factors& x, int64_t row, int rows, int64_t first) {
-  const uint16_t *weight = p.weight + first * p.in, *second = weight + EDGE * p.in, *next = weight + WEIGHTS_AHEAD / 2;
+  const uint16_t *weight = p.weight + first * p.in, *second = weight + EDGE * p.in, *next = weight + PANEL * p.in;
   const uint32_t* columns = x.columns + row / 2 * p.in;
+  Spaced spaced;
   tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
   for (int64_t d = 0; d < p.in; d += DEPTH) {
     tile_load<4>(weight + d, p.in * 2), tile_load<5>(second + d, p.in * 2);
@@ -158,7 +160,7 @@ void multiply_in_unit(const Linear& p, const Factors& x, int64_t row, int rows, 
     if (BLOCKS > 1) tile_load<7>(columns + (p.in + d) * (EDGE / 2), 64), tile_dot<2, 4, 7>(), tile_dot<3, 5, 7>();
     if (FETCH)
 #pragma GCC unroll 32
-      for (int i = 0; i < PANEL; i++, next += DEPTH) __builtin_prefetch(next, 0, 2);
+      for (int i = 0; i < PANEL; i++, next += DEPTH) spaced.fetch<2, 2>(next);
   }
   const auto write = [&](auto tile) {
     constexpr int T = decltype(tile)::value;
