@@ -270,6 +270,20 @@ def test_scores_that_rise_along_the_context(isa: str, rise: float) -> None:
         assert error(*attend(world, "bf16", names, sinks=sinks)) < 1e-2
 
 
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_several_heads_in_lanes(isa: str, block_size: int) -> None:
+    """Tiles of other heads in one group, as tasks of 9 to 32 rows have them where there are few threads."""
+    sequences = [decode(3000), prefill(2500, 2), decode(2100, window=1111), decode(300, holes=7)]
+    world = rounded(make_world(Shape(3, 16, 64, 64, block_size), sequences, seed=3), "bf16")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for names in (("bf16", "bf16"), ("fp8_e4m3", "fp8_e4m3")):
+            assert error(*attend(world, "bf16", names)) < 1e-2
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_rows_that_see_nothing_of_a_tile(isa: str) -> None:
     """An infinite value is nobody's but theirs who see its slot, among few rows and beyond a pair of bands."""
     for num_slots, num_queries, together in ((66, 4, 1), (160, 96, 32)):

@@ -6,11 +6,12 @@ tensors, once for all layers of a pass. `cpu_build.py` compiles.
 Arithmetic follows the queries: f32 and f16 queries are computed in f32 throughout; bf16 queries use bf16 products with
 f32 sums where the CPU has them and the format is exact in bf16 (bf16, fp8_e4m3, and the integers of q8_0 and q4_0; AMX
 rounds what values of these are worth to bf16, where a head has more than eight rows).
-A decoding sequence gives the same bits whatever other sequences and however many threads there are.
+A decoding sequence gives the same bits whatever other sequences and however many threads there are, with up to 32 query
+heads to a key/value head.
 
 | bytes that must move            | per call                                                          |
 |---------------------------------|-------------------------------------------------------------------|
-| attention                       | the visible rows of keys and values, once per (256 and more) rows |
+| attention                       | the visible rows of keys and values, once per (128 and more) rows |
 | put                             | the new rows, once read and once written                          |
 | shift                           | the stored rows, once read and once written                       |
 """

@@ -30,7 +30,8 @@ constexpr int CHUNK = 512;      // slots, at least; a multiple of TILE
 constexpr int MOST_CHUNK = 2048;
 constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
 constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
-constexpr int LEAST_ROWS = 128;  // that tasks are made smaller to, for all threads to have some
+constexpr int LEAST_ROWS = 128;  // that tasks are made smaller to, for all threads to have some,
+constexpr int MOST_SLOTS = 16;   // if they see at most so many slots for each row
 constexpr int LANES_VALUES = 1 << 17;  // of a task's output in lanes, instead: the tile unit's operands come from L2 as well
 
 struct Problem {
@@ -79,7 +80,7 @@ class Attention {
               problem.softcap,
               use_amx} {
     if (shape.has_unit() && problem.values.format == BF16)
-      value_order(FP8, true, shape.value_dim, shape.values.order.data());
+      value_places(FP8, true, shape.value_dim, shape.values.places.data());
   }
 
   void run() {
@@ -115,24 +116,34 @@ class Attention {
 
   // --- the plan: O(queries + items) ---
 
-  // Queries of a task: fewer where there would be no work for all threads, for that is cheaper than to cut slots into chunks.
-  int most_queries(int threads) const {
-    const int in_lanes = LANES_VALUES / std::max(shape.values.width, shape.key_dim / 2);
+  // Rows of a task: fewer where there would be no work for all threads, which is cheaper than to cut slots into chunks as long
+  // as the slots, which are then read more often, are not many times the rows.
+  int most_rows(int threads) const {
+    const int in_lanes = LANES_VALUES / std::max(shape.values.width, shape.key_dim / 2) / (2 * EDGE) * (2 * EDGE);
     int rows = shape.has_unit() ? std::max(TASK_ROWS, in_lanes) : TASK_ROWS;
-    const auto num_tasks = [&] {
-      int64_t tasks = 0;
-      for (int64_t s = 0; s < p.num_segments; s++) tasks += (p.segments[s].num_rows * p.group + rows - 1) / rows;
-      return tasks * p.heads;
+    int64_t tasks = 0, slots = 0;
+    const auto count = [&] {
+      tasks = 0;
+      for (int64_t s = 0; s < p.num_segments; s++) {
+        const Segment& segment = p.segments[s];
+        if (segment.num_rows * p.group <= FEW_ROWS) continue;
+        const int64_t last = segment.rows[segment.num_rows - 1];
+        slots = std::max<int64_t>(slots, std::min<int64_t>(segment.num_slots, p.ends[last] - p.begins[last]));
+        tasks += (segment.num_rows * p.group + rows - 1) / rows * p.heads;
+      }
+      return tasks;
     };
-    while (rows > LEAST_ROWS && num_tasks() < 4 * threads) rows /= 2;
-    return std::max(1, rows / p.group);
+    while (rows > LEAST_ROWS && count() < 4 * threads && slots <= MOST_SLOTS * rows)
+      rows = std::max(LEAST_ROWS, rows / 2 / (2 * EDGE) * (2 * EDGE));
+    return rows;
   }
 
   // The queries of a segment and what they see, cut into tasks that have no heads yet.
-  void plan_segment(int index, int most_queries, std::vector<Task>& parts) const {
+  void plan_segment(int index, int most_rows, std::vector<Task>& parts) const {
     const Segment& segment = p.segments[index];
-    for (int64_t q = 0; q < segment.num_rows; q += most_queries) {
-      const int64_t end = std::min<int64_t>(q + most_queries, segment.num_rows);
+    const int64_t most = std::max(1, most_rows / p.group), pieces = (segment.num_rows + most - 1) / most;
+    for (int64_t piece = 0; piece < pieces; piece++) {  // of the same size: a small rest would read all slots once more
+      const int64_t q = segment.num_rows * piece / pieces, end = segment.num_rows * (piece + 1) / pieces;
       int64_t lowest = std::numeric_limits<int32_t>::max(), highest = 0;
       for (int64_t i = q; i < end; i++) {
         lowest = std::min<int64_t>(lowest, p.begins[segment.rows[i]]);
@@ -182,7 +193,7 @@ class Attention {
 
   void plan(int threads) {
     std::vector<Task> parts;
-    const int most = most_queries(threads);
+    const int most = most_rows(threads);
     for (int64_t s = 0; s < p.num_segments; s++) plan_segment(int(s), most, parts);
     int64_t chunks = 0;
     for (const Task& part : parts) {
@@ -501,13 +512,10 @@ class Attention {
     pack_queries(task, s);
     for (int64_t c = item.chunk_begin; c < item.chunk_end; c++) {
       run_chunk(task, c, s);
+      if (task.num_chunks == 1) return finish_only(task, s);
 #if defined(KV_BF16)
-      if (shape.in_lanes(rows_of_head(task))) {
-        if (task.num_chunks == 1) return finish_lanes(task, s);
-        s.lanes.store_rows(task.head_end - task.head_begin, shape.values.width, s);
-      }
+      if (shape.in_lanes(rows_of_head(task))) s.lanes.store_rows(task.head_end - task.head_begin, shape.values.width, s);
 #endif
-      if (task.num_chunks == 1) return finish(task, s);
       const int64_t rows = rows_of(task), row = task.partial_row + (c - task.first_chunk) * rows;
       std::copy_n(s.output.at, rows * shape.values.width, partial_output.get() + row * shape.values.width);
       std::copy_n(s.m.at, rows, partial_m.get() + row);
@@ -552,7 +560,7 @@ class Attention {
   // Divides, restores the order of the values, and writes.
   void finish(const Task& task, const Work& s) const {
     const int dim = shape.value_dim, width = shape.values.width, rows = rows_of_head(task);
-    const int* columns = shape.values.order.data();
+    const int* places = shape.values.places.data();
     const bool in_order = shape.in_lanes(rows);
     float values[MAX_DIM];
     const float* from = s.output.at;
@@ -560,13 +568,21 @@ class Attention {
     for (int h = task.head_begin; h < task.head_end; h++)
       for (int r = 0; r < rows; r++, at++, from += width) {
         const float factor = factor_of(query_head(h, r), s.m.at[at], s.l.at[at]);
-        for (int i = 0; i < dim; i++) values[i] = from[in_order ? i : columns[i]] * factor;
+        for (int i = 0; i < dim; i++) values[i] = from[in_order ? i : places[i]] * factor;
         write_row(p.output.base, place_of(p.output, task, h, r), p.output.format, dim, values);
       }
   }
 
+  // The same for a task of one chunk, whose rows in lanes are there still.
+  void finish_only(const Task& task, const Work& s) const {
 #if defined(KV_BF16)
-  // The same for rows in lanes, whose output is bf16 as their queries are.
+    if (shape.in_lanes(rows_of_head(task))) return finish_lanes(task, s);
+#endif
+    finish(task, s);
+  }
+
+#if defined(KV_BF16)
+  // Rows in lanes: their output is bf16 as their queries are.
   void finish_lanes(const Task& task, const Work& s) const {
     const Lanes& lanes = s.lanes;
     const int dim = shape.value_dim, width = shape.values.width;
@@ -581,7 +597,7 @@ class Attention {
           to[i] = static_cast<uint16_t*>(p.output.base) + place_of(p.output, task, h, begin + i);
         }
         if (count > 0)
-          lanes.turn(b, width, load<vf>(factors), [&](int i, int c, vf columns) {
+          lanes.transpose_band(b, width, load<vf>(factors), [&](int i, int c, vf columns) {
             const __mmask16 wanted = _cvtu32_mask16((1u << std::clamp(dim - c, 0, EDGE)) - 1);
             if (i < count) _mm256_mask_storeu_epi16(to[i] + c, wanted, (__m256i)_mm512_cvtneps_pbh((__m512)columns));
           });

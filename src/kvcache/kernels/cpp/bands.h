@@ -11,8 +11,10 @@ namespace kv {
 
 constexpr int BANDS = 2;  // at a time, so that an operand that was loaded serves twice
 constexpr int PARTS = 8;  // of a band's softmax, with products between them: 16, 4 and none at all cost 7 % and more
+constexpr int PART_WORK = 16;  // of a part, in the units of `Ahead`
 // A row's highest score moves on when it is exceeded by so much (powers of two), not before: its output is then multiplied
-// again, which took a tenth of the time. Weights are 256 at most; in bf16 and f32 they are as exact as those up to 1.
+// again, which took a tenth of the time. Weights are 256 at most: as exact in bf16 and f32 as those up to 1, and only values of
+// 1e32 and more overflow by them.
 // The same: Zadouri and others, FlashAttention-4.
 constexpr float SLACK = 8.0f;
 
@@ -93,7 +95,7 @@ struct Mixing {
 
 // Scores of a band become weights, two slots a bf16 pair; the state of its rows moves on, and their correction factors are set.
 template <bool PLAIN, class Products>
-void soften_band(const Shape& shape, const Places& tile, const Band& band, Beside<Products>& beside) {
+void soften_band(const Shape& shape, const Places& tile, const Band& band, Beside<Products>& beside, Ahead& ahead) {
   float* scores = band.scores;
   const float factor = shape.softcap == 0.0f ? shape.scale * LOG2E : shape.scale / shape.softcap;
   vf highest[4] = {splat(NOTHING), splat(NOTHING), splat(NOTHING), splat(NOTHING)};
@@ -121,6 +123,7 @@ void soften_band(const Shape& shape, const Places& tile, const Band& band, Besid
   vf total[2] = {splat(0.0f), splat(0.0f)};
   for (int part = 0; part < TILE; part += TILE / PARTS) {
     beside.run_part();
+    if (part % (2 * TILE / PARTS) == 0) ahead.step<2 * PART_WORK, 2>();
 #pragma GCC unroll 4
     for (int j = part; j < part + TILE / PARTS; j += 2) {
       vf w[2];

@@ -47,11 +47,12 @@ struct Lanes {
   Buffer<float> m, l, correction;     // of all rows; of two bands
   Buffer<int32_t> begins, ends;       // of the rows of a head
   std::vector<Sight> sights;          // of the bands of a head
-  std::unique_ptr<TileGroup[]> groups{new TileGroup[2]};
+  std::unique_ptr<TileGroup[]> groups;  // two
   int num_rows, bands;  // of a head
   int group_size;       // tiles
 
   void reserve(int heads, int rows, int key_width, int width) {
+    if (groups == nullptr) groups.reset(new TileGroup[2]);
     num_rows = rows, bands = round_up(rows, EDGE * BANDS) / EDGE;
     const size_t all = size_t(heads) * bands;
     queries.reserve(all * EDGE * key_width / 2);
@@ -92,7 +93,7 @@ struct Lanes {
 
   // Hands over the output of band b times `factor`, a row's columns [c, c + 16) at a time: to(row of the band, c, columns).
   template <class F>
-  KV_INLINE void turn(size_t b, int width, vf factor, F&& to) const {
+  KV_INLINE void transpose_band(size_t b, int width, vf factor, F&& to) const {
     const float* from = output.at + b * width * EDGE;
     for (int c = 0; c < width; c += EDGE) {
       vu t[EDGE];
@@ -109,7 +110,7 @@ struct Lanes {
       std::copy_n(m.at + size_t(h) * bands * EDGE, num_rows, s.m.at + size_t(h) * num_rows);
       std::copy_n(l.at + size_t(h) * bands * EDGE, num_rows, s.l.at + size_t(h) * num_rows);
       for (int r = 0; r < num_rows; r += EDGE)
-        turn(size_t(h) * bands + r / EDGE, width, splat(1.0f), [&](int i, int c, vf columns) {
+        transpose_band(size_t(h) * bands + r / EDGE, width, splat(1.0f), [&](int i, int c, vf columns) {
           if (r + i < num_rows) store(s.output.at + (size_t(h) * num_rows + r + i) * width + c, columns);
         });
     }
@@ -124,29 +125,28 @@ class GroupRun {
 
   // `is_first`: nobody has fetched the lines of this group yet.
   void run(bool is_first) {
-    find_operands(is_first);
-    const int steps = group.count * (lanes.bands / BANDS), work = 16;
-    Ahead ahead(next.keys, next.values, {}, {}, 0, next.keys.num_lines + next.values.num_lines, steps * work);
-    Step step = seek(turn_to(0));
+    int visits = 0;
+    for (Visit visit = seek(start(0)); visit.begin < group.count; visit = after(visit)) visits++;
+    const int lines = next.keys.num_lines + next.values.num_lines;
+    Ahead ahead(next.keys, next.values, {}, {}, 0, lines, group.count * 2 * TILE + visits * BANDS * PARTS * PART_WORK);
+    find_operands(is_first, ahead);
+    Visit visit = seek(start(0));
     int parity = 0;
-    score(step, parity).finish();
+    score(visit, parity).finish();
     Beside<Mixing> mixing;
-    while (step.begin < group.count) {
-      ahead.step<work, 2>();
-      const Step after = seek({step.begin, step.end, step.band, step.tile + 1});
-      Beside<Scoring> scoring = score(after, parity ^ 1);
-      soften(step, 0, parity, scoring);
-      soften(step, 1, parity, mixing);
-      float* output = lanes.output.at + first_band(step) * EDGE * width;
+    for (; visit.begin < group.count; visit = after(visit), parity ^= 1) {
+      Beside<Scoring> scoring = score(after(visit), parity ^ 1);
+      soften(visit, 0, parity, scoring, ahead);
+      soften(visit, 1, parity, mixing, ahead);
+      float* output = lanes.output.at + first_band(visit) * EDGE * width;
       for (int i = 0; i < BANDS; i++) correct(lanes.correction.at + i * EDGE, width, output + size_t(i) * EDGE * width);
-      mixing = {{lanes.values.at + size_t(step.tile) * TILE * width, weights(parity), width, output}, width / EDGE};
-      step = after, parity ^= 1;
+      mixing = {{lanes.values.at + size_t(visit.tile) * TILE * width, weights(parity), width, output}, width / EDGE};
     }
     mixing.finish();
   }
 
  private:
-  struct Step {  // two bands and a tile; the tiles [begin, end) are of one head
+  struct Visit {  // of two bands to a tile; the tiles [begin, end) are of one head
     int begin, end, band, tile;
   };
 
@@ -158,51 +158,63 @@ class GroupRun {
   const size_t stride = size_t(depth) / 2 * EDGE;  // of a band's queries
   Sixteen keys[TileGroup::SIZE][TILE / EDGE];
 
-  void find_operands(bool is_first) {
-    const int lines = is_first ? group.values.num_lines + group.keys.num_lines : 0;
-    Ahead ahead(group.values, group.keys, {}, {}, 0, lines, group.count * 2 * TILE);
+  void find_operands(bool is_first, Ahead& ahead) {
+    const auto fetch = [&](int t) {
+      if (!is_first || t >= group.count) return;
+      const Tile& tile = group.tiles[t];
+      fetch_first(tile.value_lines, tile.key_lines, tile.value_lines.num_lines + tile.key_lines.num_lines);
+    };
+    fetch(0);
     for (int t = 0; t < group.count; t++) {
       const Tile& tile = group.tiles[t];
       Sixteen values[TILE / EDGE];
+      fetch(t + 1);
       shape.values.find_sixteens(tile.values, tile.slots, shape.value_dim, lanes.stored_values.at, values, ahead);
       turn_values(values, width, lanes.values.at + size_t(t) * TILE * width);
       shape.keys.find_sixteens(tile.keys, tile.slots, shape.key_dim, lanes.keys.at + size_t(t) * TILE * depth, keys[t], ahead);
     }
   }
 
-  Step turn_to(int begin) const {
-    Step step = {begin, begin, 0, begin};
-    while (step.end < group.count && group.tiles[step.end].head == group.tiles[begin].head) step.end++;
-    return step;
+  // The first visit to the tile `begin` and those of the same head behind it.
+  Visit start(int begin) const {
+    Visit visit = {begin, begin, 0, begin};
+    while (visit.end < group.count && group.tiles[visit.end].head == group.tiles[begin].head) visit.end++;
+    return visit;
   }
 
-  // The first step from this one on whose rows see something of its tile; it begins at group.count if there is none.
-  Step seek(Step step) const {
-    for (; step.begin < group.count; step = turn_to(step.end))
-      for (; step.band < lanes.bands; step.band += BANDS, step.tile = step.begin)
-        for (; step.tile < step.end; step.tile++)
+  // The first visit from this one on whose rows see something of its tile; it begins at group.count if there is none.
+  Visit seek(Visit visit) const {
+    for (; visit.begin < group.count; visit = start(visit.end))
+      for (; visit.band < lanes.bands; visit.band += BANDS, visit.tile = visit.begin)
+        for (; visit.tile < visit.end; visit.tile++)
           for (int i = 0; i < BANDS; i++)
-            if (lanes.sights[size_t(step.band + i)].sees_some(group.tiles[step.tile])) return step;
-    return step;
+            if (lanes.sights[size_t(visit.band + i)].sees_some(group.tiles[visit.tile])) return visit;
+    return visit;
   }
 
-  size_t first_band(const Step& step) const {
-    return size_t(group.tiles[step.tile].head - first_head) * lanes.bands + step.band;
+  Visit after(Visit visit) const {
+    visit.tile++;
+    return seek(visit);
+  }
+
+  size_t first_band(const Visit& visit) const {
+    return size_t(group.tiles[visit.tile].head - first_head) * lanes.bands + visit.band;
   }
   float* scores(int parity) const { return lanes.scores.at + size_t(parity) * BANDS * TILE * EDGE; }
   uint32_t* weights(int parity) const { return lanes.weights.at + size_t(parity) * BANDS * TILE / 2 * EDGE; }
 
-  Beside<Scoring> score(const Step& step, int parity) const {
-    if (step.begin >= group.count) return {};
-    const uint32_t* queries = lanes.queries.at + first_band(step) * stride;
-    return {{keys[step.tile], queries, stride, depth, scores(parity)}, 2 * depth / DEPTH};
+  Beside<Scoring> score(const Visit& visit, int parity) const {
+    if (visit.begin >= group.count) return {};
+    const uint32_t* queries = lanes.queries.at + first_band(visit) * stride;
+    return {{keys[visit.tile], queries, stride, depth, scores(parity)}, 2 * depth / DEPTH};
   }
 
   template <class Products>
-  void soften(const Step& step, int i, int parity, Beside<Products>& beside) const {
-    const Tile& tile = group.tiles[step.tile];
-    const int row = (step.band + i) * EDGE;  // of the head
-    const size_t state = (first_band(step) + i) * EDGE;
+  void soften(const Visit& visit, int i, int parity, Beside<Products>& beside,
+              Ahead& ahead) const {
+    const Tile& tile = group.tiles[visit.tile];
+    const int row = (visit.band + i) * EDGE;  // of the head
+    const size_t state = (first_band(visit) + i) * EDGE;
     const Band band = {lanes.begins.at + row,
                        lanes.ends.at + row,
                        scores(parity) + i * TILE * EDGE,
@@ -214,10 +226,10 @@ class GroupRun {
     if (row >= lanes.num_rows) {  // no rows: the state stays
       std::fill_n(band.weights, TILE / 2 * EDGE, 0);
       std::fill_n(band.correction, EDGE, 1.0f);
-    } else if (is_plain && lanes.sights[size_t(step.band + i)].sees_all(tile)) {
-      soften_band<true>(shape, tile, band, beside);
+    } else if (is_plain && lanes.sights[size_t(visit.band + i)].sees_all(tile)) {
+      soften_band<true>(shape, tile, band, beside, ahead);
     } else {
-      soften_band<false>(shape, tile, band, beside);
+      soften_band<false>(shape, tile, band, beside, ahead);
     }
     beside.finish();
   }

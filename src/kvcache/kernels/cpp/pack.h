@@ -1,7 +1,7 @@
 // From stored rows to tiles that a matrix product reads: TILE slots at a time, decoded in registers on the way.
 //
 // A row is a string of 32-bit units. A unit holds 1 value (f32), 2 (16-bit formats), 4 (fp8, q8_0) or 8 (q4_0), and the
-// values of a unit come out in a fixed order; `key_order` and `value_order` say which value stands where, and only the
+// values of a unit come out in a fixed order; `key_order` and `value_places` say which value stands where, and only the
 // queries (once) and the finished output (once) ever need to know.
 //
 //   keys    [values][TILE] f32            lanes are slots: units of LANES rows are transposed, then expanded, so that
@@ -344,8 +344,8 @@ inline int value_columns(int format, bool bf16, int dim) {
   return bf16 ? round_up(dim, GROUP) : round_up(dim / per_unit(format), LANES) * per_unit(format);
 }
 
-// columns_of[v]: where value v stands in the packed values.
-inline void value_order(int format, bool bf16, int dim, int* columns_of) {
+// places[v]: the column of value v in the packed values.
+inline void value_places(int format, bool bf16, int dim, int* places) {
   const int P = per_unit(format), columns = value_columns(format, bf16, dim);
   for (int c = 0; c < columns; c++) {
     int value;
@@ -362,7 +362,7 @@ inline void value_order(int format, bool bf16, int dim, int* columns_of) {
         value = base + 2 * i + v;
       if (value >= dim) value = -1;
     }
-    if (value >= 0) columns_of[value] = c;
+    if (value >= 0) places[value] = c;
   }
 }
 

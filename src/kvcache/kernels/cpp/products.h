@@ -1,7 +1,8 @@
 // Few rows times the weights of a linear layer, bf16 [out, in] as they lie in the model: no copy, nothing packed.
 //
 // Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows at a
-// time are dot products along one row of weights after the other. With the tile unit (`amx.h`) 4 and more are
+// time are dot products along one row of weights after the other. With the tile unit (`amx.h`) 4 and more are, where `in` is a
+// multiple of 32 and for whole panels,
 //
 //   product^T [16 weights][16 rows]  +=  weights [16][32 values]  .  x^T [16 pairs][16 rows], which is packed once
 //
@@ -16,6 +17,7 @@
 namespace kv {
 
 constexpr int PANEL = 2 * EDGE;  // rows of weights
+constexpr int UNIT_LEAST = 4;    // rows of x that the unit is worth
 // Processors fetch one run by themselves, but not far enough ahead. This goes into the second level: of 335 MB in rows of 640
 // a core of Granite Rapids reads 17 to 19 GB/s then, 16 with the first level, 15 without (one row of x).
 constexpr int WEIGHTS_AHEAD = 8192;  // bytes
@@ -73,7 +75,7 @@ KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weigh
 
 inline Factors prepare(const Linear& p) {
   thread_local Buffer<uint32_t> columns;
-  if (!use_amx || p.rows < FEW_BLOCK || p.in % DEPTH != 0 || p.out < PANEL) return {p.x, p.in, nullptr};
+  if (!use_amx || p.rows < UNIT_LEAST || p.in % DEPTH != 0 || p.out < PANEL) return {p.x, p.in, nullptr};
   columns.reserve(size_t((p.rows + EDGE - 1) / EDGE * EDGE * p.in / 2));
   for (int64_t r = 0; r < p.rows; r += EDGE)
     pack_columns(p.x + r * p.in, int(std::min<int64_t>(p.rows - r, EDGE)), int(p.in), EDGE, columns.at + r / 2 * p.in);

@@ -61,7 +61,8 @@ struct Reader {
   MixFixed mix_fixed[4] = {};
   FindSixteens find_sixteens = nullptr;  // null: not for the tile unit
   int width = 0;  // places of a packed row
-  std::vector<int> order;  // of keys: the value at each place; of values: the place of each
+  std::vector<int> order;   // of keys: the value at each place
+  std::vector<int> places;  // of values: the column of each
 
   void pack(const uint8_t* const* rows, Ahead& ahead, int slots, int dim, float* out, float* scales) const {
     if (bf16)
@@ -129,11 +130,11 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key) {
     default: set_functions<Q4>(reader, is_key, store.dim); break;
   }
   reader.width = is_key ? store.dim : value_columns(store.format, reader.bf16, store.dim);
-  reader.order.resize(size_t(store.dim));
+  (is_key ? reader.order : reader.places).resize(size_t(store.dim));
   if (is_key)
     key_order(store.format, reader.bf16, store.dim, reader.order.data());
   else
-    value_order(store.format, reader.bf16, store.dim, reader.order.data());
+    value_places(store.format, reader.bf16, store.dim, reader.places.data());
   return reader;
 }
 

@@ -8,7 +8,7 @@
 //   values    output [2 x rows][32 / 2]         +=  (weights * scales of a group) [2 x rows][16 slots]  .  integers
 //
 // A group takes two instructions: its sixteen bytes four times over, as words, shifted by 0, 4, 8 and 12 bits; and a table by
-// their lowest bits. So value 2 * i + v of a group stands at v * 16 + i, as in the output (`value_order`).
+// their lowest bits. So value 2 * i + v of a group stands at v * 16 + i, as in the output (`value_places`).
 //
 // (q8_0 would take six: its keys and values are faster as integers, see `vnni.h`.)
 #pragma once
