@@ -128,7 +128,7 @@ class Attention {
         const Segment& segment = p.segments[s];
         if (segment.num_rows * p.group <= FEW_ROWS) continue;
         const int64_t last = segment.rows[segment.num_rows - 1];
-        slots = std::max<int64_t>(slots, std::min<int64_t>(segment.num_slots, p.ends[last] - p.begins[last]));
+        slots = std::max(slots, std::min<int64_t>(segment.num_slots, int64_t(p.ends[last]) - p.begins[last]));
         tasks += (segment.num_rows * p.group + rows - 1) / rows * p.heads;
       }
       return tasks;
@@ -139,9 +139,9 @@ class Attention {
   }
 
   // The queries of a segment and what they see, cut into tasks that have no heads yet.
-  void plan_segment(int index, int most_rows, std::vector<Task>& parts) const {
+  void plan_segment(int index, int task_rows, std::vector<Task>& parts) const {
     const Segment& segment = p.segments[index];
-    const int64_t most = std::max(1, most_rows / p.group), pieces = (segment.num_rows + most - 1) / most;
+    const int64_t most = std::max(1, task_rows / p.group), pieces = (segment.num_rows + most - 1) / most;
     for (int64_t piece = 0; piece < pieces; piece++) {  // of the same size: a small rest would read all slots once more
       const int64_t q = segment.num_rows * piece / pieces, end = segment.num_rows * (piece + 1) / pieces;
       int64_t lowest = std::numeric_limits<int32_t>::max(), highest = 0;
