@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,16 @@ def attend(world: World, dtype: str, format_names: tuple[str, str], **options: A
     exact = [to_numpy(queries), decoded(keys, world.seen_slots), decoded(values, world.seen_slots)]
     given = {name: to_numpy(option) if name == "sinks" else option for name, option in options.items()}
     return to_numpy(out), naive(*exact, world.visible, scale=world.shape.head_dim**-0.5, **given)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def error(seen: Any, expected: Any) -> float:
@@ -275,13 +287,9 @@ def test_several_heads_in_lanes(isa: str, block_size: int) -> None:
     """Tiles of other heads in one group, as tasks of 9 to 32 rows have them where there are few threads."""
     sequences = [decode(3000), prefill(2500, 2), decode(2100, window=1111), decode(300, holes=7)]
     world = rounded(make_world(Shape(3, 16, 64, 64, block_size), sequences, seed=3), "bf16")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with threads(1):
         for names in (("bf16", "bf16"), ("fp8_e4m3", "fp8_e4m3")):
             assert error(*attend(world, "bf16", names)) < 1e-2
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_rows_that_see_nothing_of_a_tile(isa: str) -> None:
@@ -309,18 +317,14 @@ def test_a_decode_does_not_depend_on_companions_or_threads(isa: str, name: str, 
     keys, values = (stored("torch", raw, name, world.seen_slots) for raw in (world.keys, world.values))
     queries = array("torch", world.queries, "bf16")
     together = CpuKernel().attend(queries, keys, values, world.batch, scale=0.125)
-    threads = torch.get_num_threads()
     for segment in world.batch.segments[:2]:
         (row,) = segment.rows
         alone = Segment(np.zeros(1, np.int64), segment.block_table, segment.num_slots, 0, None)
         ends = (world.batch.query_begins[[row]], world.batch.query_ends[[row]])
         batch = AttentionBatch([alone], *ends, world.batch.block_size)
         for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            try:
+            with threads(count):
                 out = CpuKernel().attend(queries[[row]], keys, values, batch, scale=0.125)
-            finally:
-                torch.set_num_threads(threads)
             assert torch.equal(out[0], together[row])
 
 

@@ -26,10 +26,10 @@
 
 namespace kv {
 
-constexpr int CHUNK = 512;      // slots, at least; a multiple of TILE
+constexpr int CHUNK = 512;  // slots, at least; a multiple of TILE
 constexpr int MOST_CHUNK = 2048;
-constexpr int FEW_ROWS = 32;    // up to here chunks lie on the grid
-constexpr int TASK_ROWS = 256;  // rows of a task at most (but one query at least): scores and output stay in L2
+constexpr int FEW_ROWS = 32;     // up to here chunks lie on the grid
+constexpr int TASK_ROWS = 256;   // rows of a task at most (but one query at least): scores and output stay in L2
 constexpr int LEAST_ROWS = 128;  // that tasks are made smaller to, for all threads to have some,
 constexpr int MOST_SLOTS = 16;   // if they see at most so many slots for each row
 constexpr int LANES_VALUES = 1 << 17;  // of a task's output in lanes, instead: the tile unit's operands come from L2 as well
@@ -121,20 +121,18 @@ class Attention {
   int most_rows(int threads) const {
     const int in_lanes = LANES_VALUES / std::max(shape.values.width, shape.key_dim / 2) / (2 * EDGE) * (2 * EDGE);
     int rows = shape.has_unit() ? std::max(TASK_ROWS, in_lanes) : TASK_ROWS;
-    int64_t tasks = 0, slots = 0;
-    const auto count = [&] {
-      tasks = 0;
+    const auto wants_fewer = [&] {
+      int64_t tasks = 0;
       for (int64_t s = 0; s < p.num_segments; s++) {
         const Segment& segment = p.segments[s];
         if (segment.num_rows * p.group <= FEW_ROWS) continue;
         const int64_t last = segment.rows[segment.num_rows - 1];
-        slots = std::max(slots, std::min<int64_t>(segment.num_slots, int64_t(p.ends[last]) - p.begins[last]));
+        if (std::min(segment.num_slots, int64_t(p.ends[last]) - p.begins[last]) > MOST_SLOTS * rows) return false;
         tasks += (segment.num_rows * p.group + rows - 1) / rows * p.heads;
       }
-      return tasks;
+      return tasks < 4 * threads;
     };
-    while (rows > LEAST_ROWS && count() < 4 * threads && slots <= MOST_SLOTS * rows)
-      rows = std::max(LEAST_ROWS, rows / 2 / (2 * EDGE) * (2 * EDGE));
+    while (rows > LEAST_ROWS && wants_fewer()) rows = std::max(LEAST_ROWS, rows / 2 / (2 * EDGE) * (2 * EDGE));
     return rows;
   }
 

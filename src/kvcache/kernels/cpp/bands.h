@@ -97,7 +97,7 @@ struct Mixing {
 template <bool PLAIN, class Products>
 void soften_band(const Shape& shape, const Places& tile, const Band& band, Beside<Products>& beside, Ahead& ahead) {
   float* scores = band.scores;
-  const float factor = shape.softcap == 0.0f ? shape.scale * LOG2E : shape.scale / shape.softcap;
+  const float factor = shape.score_factor();
   vf highest[4] = {splat(NOTHING), splat(NOTHING), splat(NOTHING), splat(NOTHING)};
   if (PLAIN) {
     for (int j = 0; j < TILE; j += 4)

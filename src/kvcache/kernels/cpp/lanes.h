@@ -38,6 +38,10 @@ struct TileGroup {
   Lines<SIZE * TILE> keys, values;
 };
 
+struct Visit {  // of two bands of a head, the first of which is number `band`, to a tile
+  int band, tile;
+};
+
 // The state of the rows of one task that go in lanes, in bands; heads begin at a whole number of pairs of bands.
 struct Lanes {
   Buffer<uint32_t> queries, weights;  // [bands][dim / 32][16][16]; [2][BANDS][TILE / 2][16]
@@ -47,9 +51,10 @@ struct Lanes {
   Buffer<float> m, l, correction;     // of all rows; of two bands
   Buffer<int32_t> begins, ends;       // of the rows of a head
   std::vector<Sight> sights;          // of the bands of a head
+  Buffer<Visit> visits;               // in a group
   std::unique_ptr<TileGroup[]> groups;  // two
-  int num_rows, bands;  // of a head
-  int group_size;       // tiles
+  int num_rows, bands;                  // of a head
+  int group_size;                       // tiles
 
   void reserve(int heads, int rows, int key_width, int width) {
     if (groups == nullptr) groups.reset(new TileGroup[2]);
@@ -64,7 +69,7 @@ struct Lanes {
     scores.reserve(2 * BANDS * TILE * EDGE);
     m.reserve(all * EDGE), l.reserve(all * EDGE), correction.reserve(BANDS * EDGE);
     begins.reserve(size_t(bands) * EDGE), ends.reserve(size_t(bands) * EDGE);
-    sights.resize(size_t(bands));
+    sights.resize(size_t(bands)), visits.reserve(size_t(group_size) * bands / BANDS);
   }
 
   // What the rows of a head see: those of query q [query_begins[q], query_ends[q]).
@@ -125,31 +130,24 @@ class GroupRun {
 
   // `is_first`: nobody has fetched the lines of this group yet.
   void run(bool is_first) {
-    int visits = 0;
-    for (Visit visit = seek(start(0)); visit.begin < group.count; visit = after(visit)) visits++;
-    const int lines = next.keys.num_lines + next.values.num_lines;
+    const int visits = find_visits(), lines = next.keys.num_lines + next.values.num_lines;
     Ahead ahead(next.keys, next.values, {}, {}, 0, lines, group.count * 2 * TILE + visits * BANDS * PARTS * PART_WORK);
     find_operands(is_first, ahead);
-    Visit visit = seek(start(0));
-    int parity = 0;
-    score(visit, parity).finish();
+    if (visits > 0) score(0).finish();
     Beside<Mixing> mixing;
-    for (; visit.begin < group.count; visit = after(visit), parity ^= 1) {
-      Beside<Scoring> scoring = score(after(visit), parity ^ 1);
-      soften(visit, 0, parity, scoring, ahead);
-      soften(visit, 1, parity, mixing, ahead);
-      float* output = lanes.output.at + first_band(visit) * EDGE * width;
-      for (int i = 0; i < BANDS; i++) correct(lanes.correction.at + i * EDGE, width, output + size_t(i) * EDGE * width);
-      mixing = {{lanes.values.at + size_t(visit.tile) * TILE * width, weights(parity), width, output}, width / EDGE};
+    for (int i = 0; i < visits; i++) {
+      Beside<Scoring> scoring = i + 1 < visits ? score(i + 1) : Beside<Scoring>();
+      soften(i, 0, scoring, ahead);
+      soften(i, 1, mixing, ahead);
+      const uint16_t* values = lanes.values.at + size_t(lanes.visits.at[i].tile) * TILE * width;
+      float* output = lanes.output.at + first_band(i) * EDGE * width;
+      for (int b = 0; b < BANDS; b++) correct(lanes.correction.at + b * EDGE, width, output + size_t(b) * EDGE * width);
+      mixing = {{values, weights(i), width, output}, width / EDGE};
     }
     mixing.finish();
   }
 
  private:
-  struct Visit {  // of two bands to a tile; the tiles [begin, end) are of one head
-    int begin, end, band, tile;
-  };
-
   const Shape& shape;
   const TileGroup &group, &next;
   const int first_head;
@@ -175,58 +173,54 @@ class GroupRun {
     }
   }
 
-  // The first visit to the tile `begin` and those of the same head behind it.
-  Visit start(int begin) const {
-    Visit visit = {begin, begin, 0, begin};
-    while (visit.end < group.count && group.tiles[visit.end].head == group.tiles[begin].head) visit.end++;
-    return visit;
+  // Two bands after the other, each pair to the tiles of its head that some of its rows see; how many.
+  int find_visits() const {
+    int count = 0;
+    for (int begin = 0, end = 0; begin < group.count; begin = end) {
+      while (end < group.count && group.tiles[end].head == group.tiles[begin].head) end++;
+      for (int band = 0; band < lanes.bands; band += BANDS)
+        for (int tile = begin; tile < end; tile++)
+          if (sees(band, tile) || sees(band + 1, tile)) lanes.visits.at[count++] = {band, tile};
+    }
+    return count;
   }
 
-  // The first visit from this one on whose rows see something of its tile; it begins at group.count if there is none.
-  Visit seek(Visit visit) const {
-    for (; visit.begin < group.count; visit = start(visit.end))
-      for (; visit.band < lanes.bands; visit.band += BANDS, visit.tile = visit.begin)
-        for (; visit.tile < visit.end; visit.tile++)
-          for (int i = 0; i < BANDS; i++)
-            if (lanes.sights[size_t(visit.band + i)].sees_some(group.tiles[visit.tile])) return visit;
-    return visit;
-  }
+  bool sees(int band, int tile) const { return lanes.sights[size_t(band)].sees_some(group.tiles[tile]); }
 
-  Visit after(Visit visit) const {
-    visit.tile++;
-    return seek(visit);
-  }
-
-  size_t first_band(const Visit& visit) const {
+  // Of the two bands of visit i, among those of all heads.
+  size_t first_band(int i) const {
+    const Visit& visit = lanes.visits.at[i];
     return size_t(group.tiles[visit.tile].head - first_head) * lanes.bands + visit.band;
   }
-  float* scores(int parity) const { return lanes.scores.at + size_t(parity) * BANDS * TILE * EDGE; }
-  uint32_t* weights(int parity) const { return lanes.weights.at + size_t(parity) * BANDS * TILE / 2 * EDGE; }
 
-  Beside<Scoring> score(const Visit& visit, int parity) const {
-    if (visit.begin >= group.count) return {};
-    const uint32_t* queries = lanes.queries.at + first_band(visit) * stride;
-    return {{keys[visit.tile], queries, stride, depth, scores(parity)}, 2 * depth / DEPTH};
+  // Those of a visit are wanted until the one after it has its own.
+  float* scores(int i) const { return lanes.scores.at + size_t(i % 2) * BANDS * TILE * EDGE; }
+  uint32_t* weights(int i) const { return lanes.weights.at + size_t(i % 2) * BANDS * TILE / 2 * EDGE; }
+
+  Beside<Scoring> score(int i) const {
+    const uint32_t* queries = lanes.queries.at + first_band(i) * stride;
+    return {{keys[lanes.visits.at[i].tile], queries, stride, depth, scores(i)}, 2 * depth / DEPTH};
   }
 
+  // Band b of the two of visit i.
   template <class Products>
-  void soften(const Visit& visit, int i, int parity, Beside<Products>& beside,
-              Ahead& ahead) const {
+  void soften(int i, int b, Beside<Products>& beside, Ahead& ahead) const {
+    const Visit& visit = lanes.visits.at[i];
     const Tile& tile = group.tiles[visit.tile];
-    const int row = (visit.band + i) * EDGE;  // of the head
-    const size_t state = (first_band(visit) + i) * EDGE;
+    const int row = (visit.band + b) * EDGE;  // of the head
+    const size_t state = (first_band(i) + b) * EDGE;
     const Band band = {lanes.begins.at + row,
                        lanes.ends.at + row,
-                       scores(parity) + i * TILE * EDGE,
-                       weights(parity) + i * TILE / 2 * EDGE,
+                       scores(i) + b * TILE * EDGE,
+                       weights(i) + b * TILE / 2 * EDGE,
                        lanes.m.at + state,
                        lanes.l.at + state,
-                       lanes.correction.at + i * EDGE};
+                       lanes.correction.at + b * EDGE};
     const bool is_plain = shape.softcap == 0.0f && shape.scale > 0.0f;
     if (row >= lanes.num_rows) {  // no rows: the state stays
       std::fill_n(band.weights, TILE / 2 * EDGE, 0);
       std::fill_n(band.correction, EDGE, 1.0f);
-    } else if (is_plain && lanes.sights[size_t(visit.band + i)].sees_all(tile)) {
+    } else if (is_plain && lanes.sights[size_t(visit.band + b)].sees_all(tile)) {
       soften_band<true>(shape, tile, band, beside, ahead);
     } else {
       soften_band<false>(shape, tile, band, beside, ahead);

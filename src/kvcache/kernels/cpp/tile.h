@@ -260,6 +260,9 @@ struct Shape {
   float scale, softcap;  // softcap 0: none
   bool amx;              // whether to use the tile unit
 
+  // What sums of products are multiplied with: scores in base 2, or what a softcap takes.
+  float score_factor() const { return softcap == 0.0f ? scale * LOG2E : scale / softcap; }
+
   // Keys of q8_0 and q4_0 stay integers times a scale: rounded to bf16 they gave weights that were off by 2 % for large ones.
   bool has_unit() const {
     return amx && keys.find_sixteens != nullptr && !keys.scaled && values.find_sixteens != nullptr;
@@ -351,7 +354,7 @@ void soften(const Shape& shape, const Places& tile, int32_t begin, int32_t end, 
   vf s[N][TILE / LANES], highest[N], total[N];
   float top[N];
   const bool all = tile.full && begin <= tile.lowest && end > tile.highest;
-  const float factor = shape.softcap == 0.0f ? shape.scale * LOG2E : shape.scale / shape.softcap;
+  const float factor = shape.score_factor();
 #pragma GCC unroll 4
   for (int r = 0; r < N; r++) highest[r] = splat(NOTHING), total[r] = splat(0.0f);
 #pragma GCC unroll 8

@@ -164,7 +164,7 @@ class KeyPhase {
   State states[2];
 
   KV_INLINE void turn(State& now, int g, const Sixteens& keys) const {
-    const vf factor = splat(shape.softcap == 0.0f ? shape.scale * LOG2E : shape.scale / shape.softcap);
+    const vf factor = splat(shape.score_factor());
 #pragma GCC unroll 2
     for (int r = 0; r < COLUMNS; r += 4) {
       __m512 out[4];
