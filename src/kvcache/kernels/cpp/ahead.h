@@ -94,8 +94,14 @@ class Ahead {
     run.begin += 64 * N;
   }
 
-  void fetch(int lines) {
-    for (; lines > 0 && (run.begin < run.end || turn()); lines--, run.begin += 64) spaced.fetch<1, 3>(run.begin);
+  KV_INLINE void fetch(int lines) {
+    while (lines > 0 && (run.begin < run.end || turn())) {
+      const int part = std::min<int>(lines, int((run.end - run.begin + 63) / 64));
+      Spaced pace = spaced;  // in registers
+      const uint8_t* at = run.begin;
+      for (int i = 0; i < part; i++, at += 64) pace.fetch<1, 3>(at);
+      run.begin = at, spaced = pace, lines -= part;
+    }
   }
 #endif
 

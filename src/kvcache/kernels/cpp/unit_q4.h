@@ -13,6 +13,8 @@
 // (q8_0 would take six: its keys and values are faster as integers, see `vnni.h`.)
 #pragma once
 
+#include <array>
+
 #include "unit.h"
 
 namespace kv {
@@ -30,17 +32,28 @@ inline int query_words(int dim, int num_rows) { return dim / SPAN * (columns_of(
 
 // `rows`: bf16 [num_rows][dim].
 inline void pack_spans(const uint16_t* rows, int num_rows, int dim, uint32_t* to) {
-  alignas(64) uint16_t operand[EDGE * SPAN];
+  alignas(64) static constexpr auto evens_first = [] {  // as values are expanded below
+    std::array<uint16_t, GROUP> index{};
+    for (int i = 0; i < GROUP; i++) index[i] = uint16_t(i % 16 * 2 + i / 16);
+    return index;
+  }();
+  std::fill_n(to, query_words(dim, num_rows), 0u);
   for (int span = 0; span < dim; span += SPAN)
-    for (int first = 0; first < num_rows; first += ABREAST, to += SPAN_WORDS) {
-      std::fill_n(operand, EDGE * SPAN, uint16_t(0));
-      for (int r = first; r < std::min(num_rows, first + ABREAST); r++)
-        for (int d = 0; d < SPAN; d++) {
-          const int group = d / GROUP, place = d % 2 * 16 + d % GROUP / 2;
-          operand[(group * ABREAST + r - first) * SPAN + group * GROUP + place] = rows[r * dim + span + d];
+    for (int first = 0; first < num_rows; first += ABREAST, to += SPAN_WORDS)
+      for (int group = 0; group < SPAN / GROUP; group++) {
+        __m512 pairs[4] = {}, turned[4];  // of a row each; part p of turned[i] has pair 4 * p + i of all rows
+        for (int r = 0; r < std::min(num_rows - first, ABREAST); r++) {
+          const __m512i row = _mm512_loadu_si512(rows + (first + r) * dim + span + group * GROUP);
+          pairs[r] = _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_load_si512(evens_first.data()), row));
         }
-      pack_columns(operand, EDGE, SPAN, EDGE, to);
-    }
+        turn_four(pairs, turned);
+        for (int i = 0; i < 4; i++) {
+          alignas(64) uint32_t parts[4][ABREAST];
+          _mm512_store_ps(parts, turned[i]);
+          for (int p = 0; p < 4; p++)
+            std::copy_n(parts[p], ABREAST, to + (group * EDGE + 4 * p + i) * EDGE + group * ABREAST);
+        }
+      }
 }
 
 // to [4 groups of 32] bf16.
