@@ -242,7 +242,10 @@ class Request:
             if not isinstance(self.salt, str):
                 raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
             _check_utf8(self.salt, "Request.salt")
-        object.__setattr__(self, "media", tuple(self.media))
+        object.__setattr__(self, "media", tuple(self.media) if isinstance(self.media, Sequence) else (self.media,))
+        for one in self.media:
+            if not isinstance(one, MediaInput):
+                raise TypeError(f"Request.media holds {type(one).__name__}; expected MediaInputs, see Engine.encode")
 
 
 @final
