@@ -242,7 +242,8 @@ class Request:
             if not isinstance(self.salt, str):
                 raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
             _check_utf8(self.salt, "Request.salt")
-        object.__setattr__(self, "media", tuple(self.media) if isinstance(self.media, Sequence) else (self.media,))
+        media: object = self.media
+        object.__setattr__(self, "media", tuple(media) if isinstance(media, Sequence) else (media,))
         for one in self.media:
             if not isinstance(one, MediaInput):
                 raise TypeError(f"Request.media holds {type(one).__name__}; expected MediaInputs, see Engine.encode")
