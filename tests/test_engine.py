@@ -575,7 +575,8 @@ def test_what_cannot_fit_alone_is_refused_with_the_numbers() -> None:
         (lambda: SamplingParams(stop="\ud800"), ValueError, "a text of stop has a lone surrogate at character 0"),
         (lambda: Request("a", "a\ud800b"), ValueError, "the prompt has a lone surrogate at character 1; expected text"),
         (lambda: Request("a", [5], salt="\udcff"), ValueError, "Request.salt has a lone surrogate"),
-        (lambda: Request("a", [5], media=5), TypeError, "Request.media holds int; expected MediaInputs"),  # type: ignore[arg-type]
+        (lambda: Request("a", [5], media=5), TypeError, "Request.media is int; expected MediaInputs"),  # type: ignore[arg-type]
+        (lambda: Request("a", [5], media=[5]), TypeError, "Request.media holds int; expected MediaInputs"),  # type: ignore[list-item]
         (lambda: Request("a", [5], media="x"), TypeError, "Request.media holds str; expected MediaInputs"),  # type: ignore[arg-type]
         (lambda: SamplingParams(stop=5), TypeError, "stop is int; expected texts"),  # type: ignore[arg-type]
         (lambda: SamplingParams(stop_token_ids=b"ab"), TypeError, "stop_token_ids is bytes; expected integers"),

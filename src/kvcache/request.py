@@ -242,8 +242,7 @@ class Request:
             if not isinstance(self.salt, str):
                 raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
             _check_utf8(self.salt, "Request.salt")
-        media: object = self.media
-        object.__setattr__(self, "media", tuple(media) if isinstance(media, Sequence) else (media,))
+        object.__setattr__(self, "media", tuple(listed(self.media, "Request.media", "MediaInputs")))
         for one in self.media:
             if not isinstance(one, MediaInput):
                 raise TypeError(f"Request.media holds {type(one).__name__}; expected MediaInputs, see Engine.encode")

@@ -13,8 +13,6 @@
 // (q8_0 would take six: its keys and values are faster as integers, see `vnni.h`.)
 #pragma once
 
-#include <array>
-
 #include "unit.h"
 
 namespace kv {
@@ -32,11 +30,6 @@ inline int query_words(int dim, int num_rows) { return dim / SPAN * (columns_of(
 
 // `rows`: bf16 [num_rows][dim].
 inline void pack_spans(const uint16_t* rows, int num_rows, int dim, uint32_t* to) {
-  alignas(64) static constexpr auto evens_first = [] {  // as values are expanded below
-    std::array<uint16_t, GROUP> index{};
-    for (int i = 0; i < GROUP; i++) index[i] = uint16_t(i % 16 * 2 + i / 16);
-    return index;
-  }();
   std::fill_n(to, query_words(dim, num_rows), 0u);
   for (int span = 0; span < dim; span += SPAN)
     for (int first = 0; first < num_rows; first += ABREAST, to += SPAN_WORDS)
@@ -44,7 +37,8 @@ inline void pack_spans(const uint16_t* rows, int num_rows, int dim, uint32_t* to
         __m512 pairs[4] = {}, turned[4];  // of a row each; part p of turned[i] has pair 4 * p + i of all rows
         for (int r = 0; r < std::min(num_rows - first, ABREAST); r++) {
           const __m512i row = _mm512_loadu_si512(rows + (first + r) * dim + span + group * GROUP);
-          pairs[r] = _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_load_si512(evens_first.data()), row));
+          const __m256i evens = _mm512_cvtepi32_epi16(row), odds = _mm512_cvtepi32_epi16(_mm512_srli_epi32(row, 16));
+          pairs[r] = _mm512_castsi512_ps(_mm512_inserti64x4(_mm512_castsi256_si512(evens), odds, 1));  // as expanded below
         }
         turn_four(pairs, turned);
         for (int i = 0; i < 4; i++) {
