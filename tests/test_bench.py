@@ -18,13 +18,14 @@ from kvcache import kernels
 from kvcache.bench import attention, bookkeeping, peers, put, report, shift
 from kvcache.bench.machine import cache_bytes, describe, machine
 from kvcache.bench.outside import find_python
-from kvcache.bench.paged import Case, Heads, Pool, make_batch, paged_visit
+from kvcache.bench.paged import Case, Heads, Paged, Pool, make_batch, paged_visit
 from kvcache.bench.plot import plot
 from kvcache.bench.stream import Stream, read_bandwidth
 from kvcache.bench.table import Table
 from kvcache.bench.timing import Effort, alternate, timed
 from kvcache.cli.app import app
 from kvcache.cli.bench import shown
+from kvcache.formats import Stored
 from kvcache.kernels.reference import ReferenceKernel
 
 HEADS = Heads(4, 2, 32)
@@ -256,9 +257,10 @@ def test_a_case_counts_what_its_batch_shows(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case(2, 64), Case(1, 64, 64), Case(2, 128, 16)])
 def test_everyone_computes_the_same(case: Case) -> None:
-    """The pool with one block per sequence is what the peers get: their results and our reference's are the same."""
+    """What the peers get is a pool with one block per sequence: their results and our reference's are the same."""
     pool = Pool(HEADS, 256)
-    queries, paged = pool.queries(case), pool.stored(case.num_tokens)
+    queries, form = pool.queries(case), pool.stored(16).keys.format
+    paged = Paged(*(Stored(part, form, HEADS.head_dim) for part in pool.contiguous(case)[0]))
     batch = make_batch(case, case.num_tokens, np.arange(case.num_sequences, dtype=np.int32))
     expected = ReferenceKernel().attend(queries, paged.keys, paged.values, batch, scale=HEADS.head_dim**-0.5).float()
     given = peers.inputs(case, pool, queries)

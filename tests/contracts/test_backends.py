@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvcache.backends import Backend
 from kvcache.spec import Device
 
 ELEMENTS = {"f32": np.float32, "f16": np.float16, "u16": np.uint16, "u8": np.uint8}
+Make = Callable[[Backend, tuple[int, ...], str], Any]
 NUM_BLOCKS = 12
 BLOCK_SIZES = (1, 2, 16)
 HEADS_AND_WIDTHS = ((1, 8), (2, 5), (3, 34), (8, 16))
@@ -33,6 +34,15 @@ def block_size(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.fixture(params=("alone", "first of two", "second of two"))
+def make(request: pytest.FixtureRequest) -> Make:
+    """Storage alone, or one of a pair."""
+    if request.param == "alone":
+        return lambda backend, shape, dtype: backend.zeros(shape, dtype, 0)
+    which = int(request.param == "second of two")
+    return lambda backend, shape, dtype: backend.zeros_pair(shape, dtype, 0)[which]
+
+
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Any:
     """Every bit pattern of the element type, NaN excepted (NumPy compares it with difficulty)."""
     raw = rng.integers(0, 256, (*shape, np.dtype(ELEMENTS[dtype]).itemsize), dtype=np.uint8)
@@ -40,10 +50,12 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -
     return np.where(np.isnan(array), ELEMENTS[dtype](1), array)
 
 
-def filled(backend: Backend, rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> tuple[Any, Any]:
+def filled(
+    backend: Backend, make: Make, rng: np.random.Generator, shape: tuple[int, ...], dtype: str
+) -> tuple[Any, Any]:
     """Storage written slot by slot, and what it must contain."""
     num_blocks, heads, block_size, width = shape
-    storage = backend.zeros(shape, dtype, 0)
+    storage = make(backend, shape, dtype)
     rows = random_array(rng, (num_blocks * block_size, heads, width), dtype)
     slots = rng.permutation(num_blocks * block_size)
     backend.write_rows(storage, slots, backend.from_numpy(rows[slots], 0))
@@ -58,10 +70,10 @@ def expected_storage(rows: Any, shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize(("heads", "width"), HEADS_AND_WIDTHS)
 def test_rows_come_back_from_where_they_were_written(
-    backend: Backend, rng: np.random.Generator, block_size: int, heads: int, width: int, dtype: str
+    backend: Backend, make: Make, rng: np.random.Generator, block_size: int, heads: int, width: int, dtype: str
 ) -> None:
     shape = (NUM_BLOCKS, heads, block_size, width)
-    storage, rows = filled(backend, rng, shape, dtype)
+    storage, rows = filled(backend, make, rng, shape, dtype)
     assert np.array_equal(backend.to_numpy(storage), expected_storage(rows, shape))
     for num_rows in (0, 1, 7, NUM_BLOCKS * block_size):
         slots = rng.permutation(NUM_BLOCKS * block_size)[:num_rows]
@@ -71,9 +83,11 @@ def test_rows_come_back_from_where_they_were_written(
         assert np.array_equal(got, rows[slots])
 
 
-def test_a_write_touches_its_slots_alone(backend: Backend, rng: np.random.Generator, block_size: int) -> None:
+def test_a_write_touches_its_slots_alone(
+    backend: Backend, make: Make, rng: np.random.Generator, block_size: int
+) -> None:
     shape = (NUM_BLOCKS, 2, block_size, 8)
-    storage, rows = filled(backend, rng, shape, "u8")
+    storage, rows = filled(backend, make, rng, shape, "u8")
     slots = np.array([3, NUM_BLOCKS * block_size - 1, 0])
     rows[slots] = random_array(rng, (3, 2, 8), "u8")
     backend.write_rows(storage, slots, backend.from_numpy(rows[slots], 0))
@@ -83,9 +97,11 @@ def test_a_write_touches_its_slots_alone(backend: Backend, rng: np.random.Genera
 
 
 @pytest.mark.parametrize("dtype", ["u8", "f16", "f32"])
-def test_rows_to_write_may_be_views(backend: Backend, rng: np.random.Generator, block_size: int, dtype: str) -> None:
+def test_rows_to_write_may_be_views(
+    backend: Backend, make: Make, rng: np.random.Generator, block_size: int, dtype: str
+) -> None:
     """Heads first, as transformers hands them over, and a slice that begins at an odd place."""
-    storage = backend.zeros((NUM_BLOCKS, 2, block_size, 8), dtype, 0)
+    storage = make(backend, (NUM_BLOCKS, 2, block_size, 8), dtype)
     flat = random_array(rng, (2, 5, 8), dtype)
     slots = np.array([4, 1, 9, 0, 7])
     backend.write_rows(storage, slots, backend.permute(backend.from_numpy(flat, 0), (1, 0, 2)))
@@ -96,8 +112,8 @@ def test_rows_to_write_may_be_views(backend: Backend, rng: np.random.Generator, 
     assert np.array_equal(backend.to_numpy(backend.gather_rows(storage, slots)), wide[1:].reshape(5, 2, 8))
 
 
-def test_gathered_rows_are_a_copy(backend: Backend, rng: np.random.Generator, block_size: int) -> None:
-    storage, rows = filled(backend, rng, (NUM_BLOCKS, 2, block_size, 8), "f32")
+def test_gathered_rows_are_a_copy(backend: Backend, make: Make, rng: np.random.Generator, block_size: int) -> None:
+    storage, rows = filled(backend, make, rng, (NUM_BLOCKS, 2, block_size, 8), "f32")
     slots = np.arange(4)
     before = backend.gather_rows(storage, slots)
     backend.write_rows(storage, slots, backend.from_numpy(rows[4:8], 0))
@@ -114,9 +130,9 @@ def view_ranges(block_size: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.parametrize("dtype", ["f32", "u8"])
 def test_views_show_rows_without_a_copy(
-    backend: Backend, rng: np.random.Generator, block_size: int, dtype: str
+    backend: Backend, make: Make, rng: np.random.Generator, block_size: int, dtype: str
 ) -> None:
-    storage, rows = filled(backend, rng, (NUM_BLOCKS, 3, block_size, 8), dtype)
+    storage, rows = filled(backend, make, rng, (NUM_BLOCKS, 3, block_size, 8), dtype)
     for begin, end in view_ranges(block_size):
         view = backend.view_rows(storage, begin, end)
         host = backend.to_numpy(view)
@@ -126,7 +142,9 @@ def test_views_show_rows_without_a_copy(
 
 
 @pytest.mark.parametrize("dtype", [*ELEMENTS, "bf16"])
-def test_whole_blocks_are_copied(backend: Backend, rng: np.random.Generator, block_size: int, dtype: str) -> None:
+def test_whole_blocks_are_copied(
+    backend: Backend, make: Make, rng: np.random.Generator, block_size: int, dtype: str
+) -> None:
     if dtype == "bf16" and dtype not in backend.native:
         pytest.skip("stored as u16 here")
     shape = (NUM_BLOCKS, 2, block_size, 5)
@@ -134,12 +152,29 @@ def test_whole_blocks_are_copied(backend: Backend, rng: np.random.Generator, blo
         numbers = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 256
         storage, before = backend.cast(backend.from_numpy(numbers, 0), "bf16"), numbers
     else:
-        storage, _ = filled(backend, rng, shape, dtype)
+        storage, _ = filled(backend, make, rng, shape, dtype)
         before = backend.to_numpy(storage).copy()
     backend.copy_blocks(storage, np.array([2, 5]), np.array([9, 0]))
     after = before.copy()
     after[[9, 0]] = before[[2, 5]]
     assert np.array_equal(backend.to_numpy(storage), after)
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_two_of_a_pair_are_two(backend: Backend, rng: np.random.Generator, block_size: int, dtype: str) -> None:
+    shape = (NUM_BLOCKS, 3, block_size, 34)
+    pair = backend.zeros_pair(shape, dtype, 0)
+    slots, sides = rng.permutation(NUM_BLOCKS * block_size), []
+    for storage in pair:
+        rows = random_array(rng, (len(slots), 3, 34), dtype)
+        backend.write_rows(storage, slots, backend.from_numpy(rows[slots], 0))
+        sides.append(expected_storage(rows, shape))
+    for storage, side in zip(pair, sides, strict=True):
+        assert tuple(storage.shape) == shape and backend.num_bytes(storage) == side.nbytes
+        assert np.array_equal(backend.to_numpy(storage), side)
+    backend.copy_blocks(pair[1], np.array([2]), np.array([9]))
+    sides[1][9] = sides[1][2]
+    assert all(np.array_equal(backend.to_numpy(storage), side) for storage, side in zip(pair, sides, strict=True))
 
 
 def test_storage_begins_as_zeros_and_is_counted(backend: Backend) -> None:

@@ -53,6 +53,10 @@ class MlxBackend(Backend):
             raise ValueError(f"element type is {dtype!r}; the mlx backend stores {', '.join(ELEMENT_TYPES)}")
         return _evaluated(mx.zeros(tuple(shape), ELEMENT_TYPES[dtype]))
 
+    def zeros_pair(self, shape: Sequence[int], dtype: str, layer: int) -> tuple[Array, Array]:
+        """Apart: a part of an MLX array cannot be written to on its own."""
+        return self.zeros(shape, dtype, layer), self.zeros(shape, dtype, layer)
+
     def asarray(self, value: object, layer: int, what: str) -> Array:
         """See `Backend.asarray`; f64 of NumPy becomes f32, MLX having no f64 on the GPU."""
         if isinstance(value, mx.array):

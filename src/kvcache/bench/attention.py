@@ -249,18 +249,16 @@ def _encoded(name: str, original: Sequence[Tensor], copies: int, device: torch.d
     """Keys and values in a format, repeated until the pool is larger than the caches even in that format."""
     backend = backends.torch(str(device))
     form = formats.create(name, backend)
-    parts: list[Stored] = []
-    for raw in original:
-        num_blocks, *heads_and_slots, dim = raw.shape
-        array = backend.zeros((copies * num_blocks, *heads_and_slots, form.row_width(dim)), form.storage_dtype, 0)
+    num_blocks, *heads_and_slots, dim = original[0].shape
+    shape = (copies * num_blocks, *heads_and_slots, form.row_width(dim))
+    arrays = backend.zeros_pair(shape, form.storage_dtype, 0)
+    for raw, array in zip(original, arrays, strict=True):
         for begin in range(0, num_blocks, 512):
             encoded = form.encode(raw[begin : begin + 512].to(device))
             array[begin : begin + len(encoded)] = encoded
         for copy in range(1, copies):
             array[copy * num_blocks :][:num_blocks] = array[:num_blocks]
-        parts.append(Stored(array, form, dim))
-    keys, values = parts
-    return Paged(keys, values)
+    return Paged(*(Stored(array, form, dim) for array in arrays))
 
 
 def _first_sequence(case: Case, paged: Paged, queries: Tensor, block_size: int) -> NDArray[np.float64]:

@@ -94,20 +94,20 @@ class Pool:
         self.width = heads.num_heads * heads.head_dim
         least = CACHES * cache_bytes() // (4 * self.width) if num_slots >= CHUNK else num_slots
         self.num_slots = max(num_slots, -(-least // CHUNK) * CHUNK if least >= CHUNK else least)
-        self._parts = [_random(self.num_slots * self.width, seed + i, device) for i in range(2)]
+        self._memory = _random(2 * self.num_slots * self.width, seed, device)
 
     def stored(self, block_size: int) -> Paged:
-        """The pool in blocks; no copy."""
+        """The pool in blocks, the values of each behind its keys as in a cache; no copy."""
         form = formats.create("bf16", backends.create("torch"))
-        shape = (self.num_slots // block_size, self.heads.num_heads, block_size, self.heads.head_dim)
-        keys, values = (Stored(part[: prod(shape)].view(shape), form, shape[3]) for part in self._parts)
-        return Paged(keys, values)
+        shape = (self.num_slots // block_size, 2, self.heads.num_heads, block_size, self.heads.head_dim)
+        both = self._memory[: prod(shape)].view(shape)
+        return Paged(Stored(both[:, 0], form, shape[-1]), Stored(both[:, 1], form, shape[-1]))
 
     def contiguous(self, case: Case) -> list[tuple[Tensor, Tensor]]:
         """Keys and values [B,H,S,D] of each copy; no copy of memory."""
         shape = (case.num_sequences, self.heads.num_heads, case.num_tokens, self.heads.head_dim)
         size = case.num_slots * self.width
-        keys, values = self._parts
+        keys, values = self._memory.chunk(2)
         return [
             (keys[i * size : (i + 1) * size].view(shape), values[i * size : (i + 1) * size].view(shape))
             for i in range(self.num_copies(case))

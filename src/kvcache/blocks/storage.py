@@ -1,5 +1,6 @@
-"""The storage: keys and values of every layer of a cache, `[N,H,block_size,W]` each, apart and in their own formats.
+"""The storage: keys and values of every layer of a cache, `[N,H,block_size,W]` each, in their own formats.
 
+Where both are alike, the values of a block lie behind its keys: attention reads both, and turns to half as many places.
 A layer's tensors are made by the first put into it, which says how many heads of which size it has; layers may differ.
 Slots are numbered through the pool: slot s lies in block `s // block_size`.
 """
@@ -147,10 +148,15 @@ class BlockStorage:
             self.backend.copy_blocks(have.values.array, source_ids, target_ids)
 
     def _create(self, layer: int, keys_shape: Sequence[int], values_shape: Sequence[int]) -> LayerStorage:
-        def stored(form: Format, head_dim: int) -> Stored:
-            shape = (self.num_blocks, keys_shape[1], self.block_size, form.row_width(head_dim))
-            return Stored(self.backend.zeros(shape, form.storage_dtype, layer), form, head_dim)
-
-        return LayerStorage(
-            stored(self.key_format, keys_shape[2]), stored(self.value_format, values_shape[2]), keys_shape[1]
-        )
+        num_heads, head_dim, value_dim = keys_shape[1], keys_shape[2], values_shape[2]
+        sides = (self.key_format, head_dim), (self.value_format, value_dim)
+        kinds = [
+            ((self.num_blocks, num_heads, self.block_size, form.row_width(dim)), form.storage_dtype)
+            for form, dim in sides
+        ]
+        if kinds[0] == kinds[1]:
+            arrays = self.backend.zeros_pair(*kinds[0], layer)
+        else:
+            arrays = tuple(self.backend.zeros(*kind, layer) for kind in kinds)
+        keys, values = (Stored(array, *side) for array, side in zip(arrays, sides, strict=True))
+        return LayerStorage(keys, values, num_heads)
