@@ -432,8 +432,11 @@ class Attention {
       const int count = int(std::min<int64_t>(at.size, at.unit_end - at.slot));
       if (!place_tile(segment, s.seen, at.slot, count, tile)) continue;
       tile.head = at.head;
-      find_rows(segment, p.keys, p.block_size, tile, tile.keys, tile.key_lines);
-      find_rows(segment, p.values, p.block_size, tile, tile.values, tile.value_lines);
+      // Many rows read a tile for so long that its blocks are found meanwhile.
+      const bool are_few = rows_of_head(task) <= FEW_ROWS, are_small = p.block_size >= EDGE && p.block_size < WIDE;
+      const bool is_first = are_few && are_small && at.head == task.head_begin;
+      find_rows(segment, p.keys, p.block_size, is_first, tile, tile.keys, tile.key_lines);
+      find_rows(segment, p.values, p.block_size, is_first, tile, tile.values, tile.value_lines);
       move_on(task, at);
       return true;
     }

@@ -45,20 +45,26 @@ struct ExpandedSweep : UnitSweep {};  // of rows that become bf16 first
 
 inline int lead(const ExpandedSweep& sweep) { return std::min(EXPANDED_DISTANCE, sweep.keys.num_lines); }
 
-// Of the sixteen lines that an operand of the unit is read from, so many are fetched beside it, the others after sixteen slots.
-constexpr int BESIDE = 14;
+constexpr int STRETCH = 4 * DEPTH;  // values of a row that are expanded between one line and the next
 
-// Of each DEPTH values of sixteen slots so many lines are not fetched beside their product: all where they are expanded first.
+// Lines of `dim` values of sixteen slots that are fetched when all of them have been computed with. Those of bf16 are fetched
+// beside their product, and of others one beside each stretch of a row.
 template <int F>
-constexpr int LEFT = F == BF16 ? EDGE - BESIDE : EDGE / 2;
+constexpr int left_of(int dim) {
+  return F == BF16 ? 0 : std::max(dim * EDGE / 64 - (dim + STRETCH - 1) / STRETCH * EDGE, 0);
+}
 
 // `dim` values of sixteen slots as an operand of the unit: as they lie, or expanded here.
 template <int F, int WIDTH>
 class Operand {
  public:
-  KV_INLINE Sixteen of(const Sixteen& stored, int dim) {
+  KV_INLINE Sixteen of(const Sixteen& stored, int dim, Ahead& ahead) {
     if constexpr (F == BF16) return stored;
-    for (int i = 0; i < EDGE; i++) expand_row<F>(stored[i], dim, 0, rows + i * dim);
+    for (int d = 0; d < dim; d += STRETCH)
+      for (int i = 0; i < EDGE; i++) {
+        expand_row<F>(stored[i] + d, std::min(dim - d, STRETCH), 0, rows + i * dim + d);
+        ahead.fetch<1>();
+      }
     return {reinterpret_cast<const uint8_t*>(rows), 2 * dim};
   }
 
@@ -71,10 +77,10 @@ template <int F, int COLUMNS>
 class UnitScores {
  public:
   static constexpr int ROWS = COLUMNS;
-  const int left;  // lines of sixteen slots, see LEFT
+  const int left;  // lines of sixteen slots, see `left_of`
 
   UnitScores(const Shape& shape, const Scratch& s)
-      : left(shape.key_dim / DEPTH * LEFT<F>),
+      : left(left_of<F>(shape.key_dim)),
         all_queries(reinterpret_cast<const uint32_t*>(s.queries.at)),
         depth(shape.key_dim) {
     Shapes shapes = full_shapes();
@@ -90,9 +96,9 @@ class UnitScores {
   // Of the sixteen slots number g of a tile.
   template <int PARITY>
   KV_INLINE void compute(int g, const Sixteen& keys, Ahead& ahead) {
-    const Sixteen rows = operands[PARITY].of(keys, depth);
+    const Sixteen rows = operands[PARITY].of(keys, depth, ahead);
     score_sixteen<PARITY, F == BF16>(queries, COLUMNS, depth, rows, turned[g * EDGE], 4 * COLUMNS, [&] {
-      if (F == BF16) ahead.fetch<BESIDE>();
+      if (F == BF16) ahead.fetch<EDGE>();
     });
   }
 
@@ -230,11 +236,11 @@ class UnitMixes {
   // Adds those of the sixteen slots number g of a tile and of `blocks` times DEPTH columns from `column` on; the lines of those
   // that are still to be fetched are returned.
   KV_INLINE int compute(int g, const Sixteen& values, int column, int blocks, const float* weights, int, Ahead& ahead) {
-    const Sixteen rows = operands[g % 2].of({values.at + column * (F == BF16 ? 2 : 1), values.step}, blocks * DEPTH);
+    const Sixteen rows = operands[g % 2].of({values.at + column * (F == BF16 ? 2 : 1), values.step}, blocks * DEPTH, ahead);
     mix_sixteen<F == BF16>(reinterpret_cast<const uint32_t*>(weights), 4 * WIDE, rows.at, rows.step, blocks, [&] {
-      if (F == BF16) ahead.fetch<BESIDE>();
+      if (F == BF16) ahead.fetch<EDGE>();
     });
-    return blocks * LEFT<F>;
+    return left_of<F>(blocks * DEPTH);
   }
 
   static void arrange(Sums, int, int) {}
