@@ -157,8 +157,10 @@ def to_numpy(value: Any) -> NDArray[np.float64]:
 
 
 def stored(backend: str, raw: F32, dtype: str, seen_slots: NDArray[np.bool_]) -> Stored:
-    """Raw rows [N,H,block_size,D] in a backend's storage; slots that nobody sees hold NaN, and so does what lies between
-    its blocks."""
+    """Raw rows [N,H,block_size,D] in a backend's storage.
+
+    Slots that nobody sees hold NaN, and so does what lies between its blocks.
+    """
     made = backend_named(backend)
     fmt = formats.create(dtype, made)
     encoded = fmt.encode(made.from_numpy(raw, 0))
@@ -166,10 +168,12 @@ def stored(backend: str, raw: F32, dtype: str, seen_slots: NDArray[np.bool_]) ->
     # 0x7f bytes are NaN in fp8_e4m3, and a scale of 0x7f7f is in q8_0 and q4_0; 0x7fff is NaN as a bf16 pattern.
     poison = {"f": np.nan, "u": 0x7F if native.dtype.itemsize == 1 else 0x7FFF}[native.dtype.kind]
     blocks = _poisoned(native, seen_slots, poison)
-    pair = made.from_numpy(np.stack((blocks, np.full_like(blocks, poison)), axis=1), 0)
+    place = int(seen_slots.sum()) % 3  # alone, or the first or the second of two
+    between = [np.full_like(blocks, poison)] * min(place, 1)
+    array = made.from_numpy(np.stack((*between, blocks) if place == 2 else (blocks, *between), axis=1), 0)
     if dtype == "bf16" and native.dtype.kind == "f":  # NumPy has no bf16 and was given f32, exactly
-        pair = made.cast(pair, "bf16")
-    return Stored(pair[:, 0], fmt, raw.shape[-1])
+        array = made.cast(array, "bf16")
+    return Stored(array[:, place // 2], fmt, raw.shape[-1])
 
 
 def _poisoned(blocks: NDArray[Any], seen_slots: NDArray[np.bool_], poison: float) -> NDArray[Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvcache import kernels
+from kvcache import backends, formats, kernels
 from kvcache.bench import attention, bookkeeping, peers, put, report, shift
 from kvcache.bench.machine import cache_bytes, describe, machine
 from kvcache.bench.outside import find_python
@@ -259,7 +259,7 @@ def test_a_case_counts_what_its_batch_shows(case: Case) -> None:
 def test_everyone_computes_the_same(case: Case) -> None:
     """What the peers get is a pool with one block per sequence: their results and our reference's are the same."""
     pool = Pool(HEADS, 256)
-    queries, form = pool.queries(case), pool.stored(16).keys.format
+    queries, form = pool.queries(case), formats.create("bf16", backends.create("torch"))
     paged = Paged(*(Stored(part, form, HEADS.head_dim) for part in pool.contiguous(case)[0]))
     batch = make_batch(case, case.num_tokens, np.arange(case.num_sequences, dtype=np.int32))
     expected = ReferenceKernel().attend(queries, paged.keys, paged.values, batch, scale=HEADS.head_dim**-0.5).float()

@@ -299,6 +299,24 @@ def test_a_configuration_for_all_members_or_for_none() -> None:
     first.set_config(CacheConfig(padding=4))  # nothing was kept
 
 
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("dtype", "value_dim", "is_alike"),
+    [("f32", 32, True), ("q8_0", 32, True), (("q8_0", "f16"), 32, False), ("f32", 64, False)],
+)
+def test_the_values_of_a_block_lie_behind_its_keys_where_rows_are_alike(
+    backend: str, dtype: Any, value_dim: int, is_alike: bool
+) -> None:
+    cache = CausalCache(block_size=16)
+    cache.init(backend, dtype, capacity=64)
+    cache.start_forward(Batch([0], [0]))
+    cache.set_layer(0)
+    cache.put(*(to_backend(backend, np.ones((1, 2, dim), np.float32)) for dim in (32, value_dim)))
+    layer = cache.storage.layer(0)
+    begins = [np.asarray(part.array).ctypes.data for part in (layer.keys, layer.values)]
+    assert (begins[1] - begins[0] == layer.keys.array[0].nbytes) is is_alike
+
+
 @pytest.mark.parametrize("make", [CausalCache, EncoderCache, RecurrentCache, lambda: HybridCache(CausalCache())])
 def test_nothing_works_on_a_closed_cache(make: Callable[[], Any]) -> None:
     cache = make()

@@ -370,7 +370,7 @@ def storage(name: str, num_heads: int, head_dim: int, block_size: int) -> Stored
     made = backend_named(BACKEND)
     fmt = formats.create(name, made)
     shape = (5, num_heads, block_size, fmt.row_width(head_dim))
-    return Stored(made.zeros(shape, fmt.storage_dtype, 0), fmt, head_dim)
+    return Stored(made.zeros_pair(shape, fmt.storage_dtype, 0)[1], fmt, head_dim)
 
 
 def hostile(rng: np.random.Generator, count: int, heads: int, dim: int) -> Any:

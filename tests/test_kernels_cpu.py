@@ -390,7 +390,7 @@ def test_batches_beyond_the_storage_raise() -> None:
 def storage(name: str, head_dim: int, *, num_blocks: int = 7, num_heads: int = 3, block_size: int = 4) -> Stored:
     fmt = formats.create(name, BACKEND)
     shape = (num_blocks, num_heads, block_size, fmt.row_width(head_dim))
-    return Stored(BACKEND.zeros(shape, fmt.storage_dtype, 0), fmt, head_dim)
+    return Stored(BACKEND.zeros_pair(shape, fmt.storage_dtype, 0)[1], fmt, head_dim)
 
 
 def awkward_rows(n: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:

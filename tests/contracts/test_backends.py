@@ -149,21 +149,31 @@ def test_whole_blocks_are_copied(
         pytest.skip("stored as u16 here")
     shape = (NUM_BLOCKS, 2, block_size, 5)
     if dtype == "bf16":
-        numbers = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 256
-        storage, before = backend.cast(backend.from_numpy(numbers, 0), "bf16"), numbers
+        storage = make(backend, shape, dtype)
+        rows = np.arange(np.prod(shape), dtype=np.float32).reshape(-1, 2, 5) % 256
+        backend.write_rows(storage, np.arange(len(rows)), backend.cast(backend.from_numpy(rows, 0), dtype))
     else:
-        storage, _ = filled(backend, make, rng, shape, dtype)
-        before = backend.to_numpy(storage).copy()
+        storage, rows = filled(backend, make, rng, shape, dtype)
+    before = expected_storage(rows, shape)
     backend.copy_blocks(storage, np.array([2, 5]), np.array([9, 0]))
     after = before.copy()
     after[[9, 0]] = before[[2, 5]]
     assert np.array_equal(backend.to_numpy(storage), after)
 
 
+def test_blocks_with_gaps_are_refused_by_torch_and_never_misread(rng: np.random.Generator) -> None:
+    backend = backends.create("torch")
+    wide = backend.from_numpy(rng.standard_normal((3, 2, 4, 16)).astype(np.float32), 0)
+    with pytest.raises(RuntimeError, match="view"):
+        backend.gather_rows(wide[..., :8], np.array([1]))
+
+
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_two_of_a_pair_are_two(backend: Backend, rng: np.random.Generator, block_size: int, dtype: str) -> None:
     shape = (NUM_BLOCKS, 3, block_size, 34)
     pair = backend.zeros_pair(shape, dtype, 0)
+    begins = [np.asarray(storage).ctypes.data for storage in pair]
+    assert backend.name == "mlx" or begins[1] - begins[0] == pair[0][0].nbytes
     slots, sides = rng.permutation(NUM_BLOCKS * block_size), []
     for storage in pair:
         rows = random_array(rng, (len(slots), 3, 34), dtype)

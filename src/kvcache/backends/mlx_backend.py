@@ -54,7 +54,7 @@ class MlxBackend(Backend):
         return _evaluated(mx.zeros(tuple(shape), ELEMENT_TYPES[dtype]))
 
     def zeros_pair(self, shape: Sequence[int], dtype: str, layer: int) -> tuple[Array, Array]:
-        """Apart: a part of an MLX array cannot be written to on its own."""
+        """See `Backend.zeros_pair`; apart, because a part of an MLX array cannot be written to on its own."""
         return self.zeros(shape, dtype, layer), self.zeros(shape, dtype, layer)
 
     def asarray(self, value: object, layer: int, what: str) -> Array:

@@ -73,6 +73,11 @@ class NumpyBackend(Backend):
             raise ValueError(f"element type is {dtype!r}; the numpy backend stores {', '.join(ELEMENT_TYPES)}")
         return np.zeros(tuple(shape), ELEMENT_TYPES[dtype])
 
+    def zeros_pair(self, shape: Sequence[int], dtype: str, layer: int) -> tuple[Array, Array]:
+        """See `Backend.zeros_pair`; views of one array."""
+        both = self.zeros((shape[0], 2, *shape[1:]), dtype, layer)
+        return both[:, 0], both[:, 1]
+
     def asarray(self, value: object, layer: int, what: str) -> Array:
         """See `Backend.asarray`; arrays are not copied."""
         return host_array(value, what, self.name)

@@ -4,8 +4,8 @@ A pool is much larger than the last-level cache. A case that needs less than the
 it (`copies`), so that each call reads from memory, as a model's layers do; a case that is meant to stay in the cache
 has one copy. Blocks are dealt out in random order, as an engine's pool ends up.
 
-The memory of the pool is cut into blocks of any size, or into one block per sequence: with `block_size` tokens of a
-sequence, [N,H,block_size,D] *is* the contiguous [B,H,S,D] that other operators want. Everyone reads the same bytes.
+The memory of the pool is cut into blocks of any size, the values of each behind its keys as caches have them, or into
+the contiguous [B,H,S,D] that other operators want. Everyone reads the same bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The storage: keys and values of every layer of a cache, `[N,H,block_size,W]` each, in their own formats.
 
-Where both are alike, the values of a block lie behind its keys: attention reads both, and turns to half as many places.
+Where their rows are alike in width and element type, the values of a block lie behind its keys: attention reads both,
+and turns to half as many places in memory.
 A layer's tensors are made by the first put into it, which says how many heads of which size it has; layers may differ.
 Slots are numbered through the pool: slot s lies in block `s // block_size`.
 """

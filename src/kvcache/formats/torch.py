@@ -26,7 +26,8 @@ _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).flo
 
 
 def _encode_fp8(rows: Tensor) -> Tensor:
-    return rows.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    clamped = rows.clamp(-FP8_MAX, FP8_MAX)
+    return clamped.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _decode_fp8(stored: Tensor, _head_dim: int) -> Tensor:

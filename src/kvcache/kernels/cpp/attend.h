@@ -28,7 +28,7 @@ namespace kv {
 
 constexpr int CHUNK = 512;  // slots, at least; a multiple of TILE
 constexpr int MOST_CHUNK = 2048;
-constexpr int FEW_ROWS = 32;     // up to here chunks lie on the grid
+constexpr int FEW_ROWS = 32;     // up to here chunks lie on the grid, and blocks are asked for early
 constexpr int TASK_ROWS = 256;   // rows of a task at most (but one query at least): scores and output stay in L2
 constexpr int LEAST_ROWS = 128;  // that tasks are made smaller to, for all threads to have some,
 constexpr int MOST_SLOTS = 16;   // if they see at most so many slots for each row
@@ -428,15 +428,15 @@ class Attention {
   // Fills `tile` with the cursor's slots, or the next ones that some query sees, and moves on; false at the end.
   bool next_tile(const Task& task, const Work& s, Cursor& at, Tile& tile) const {
     const Segment& segment = p.segments[task.segment];
+    // Many rows read a tile for so long that its blocks are found meanwhile; blocks of a few slots are too many.
+    const bool asks_early = rows_of_head(task) <= FEW_ROWS && p.block_size >= EDGE && p.block_size < WIDE;
     for (; at.unit_begin < at.end; move_on(task, at)) {
       const int count = int(std::min<int64_t>(at.size, at.unit_end - at.slot));
       if (!place_tile(segment, s.seen, at.slot, count, tile)) continue;
       tile.head = at.head;
-      // Many rows read a tile for so long that its blocks are found meanwhile.
-      const bool are_few = rows_of_head(task) <= FEW_ROWS, are_small = p.block_size >= EDGE && p.block_size < WIDE;
-      const bool is_first = are_few && are_small && at.head == task.head_begin;
-      find_rows(segment, p.keys, p.block_size, is_first, tile, tile.keys, tile.key_lines);
-      find_rows(segment, p.values, p.block_size, is_first, tile, tile.values, tile.value_lines);
+      const bool is_early = asks_early && at.head == task.head_begin;
+      find_rows(segment, p.keys, p.block_size, is_early, tile, tile.keys, tile.key_lines);
+      find_rows(segment, p.values, p.block_size, is_early, tile, tile.values, tile.value_lines);
       move_on(task, at);
       return true;
     }

@@ -229,9 +229,9 @@ inline bool place_tile(const Segment& segment, const std::vector<Interval>& seen
   return true;
 }
 
-// Where the rows of one side of a placed tile lie. Slots without a position get rows of zeros. `is_first`: the first lines of
-// its blocks are asked for now, long before their turn, because what translates their addresses comes from memory, too.
-inline void find_rows(const Segment& segment, const Store& store, int64_t block_size, bool is_first, Tile& tile,
+// Where the rows of one side of a placed tile lie. Slots without a position get rows of zeros. `is_early`: the first lines of its
+// blocks are asked for now, long before their turn, because what translates their addresses comes from memory, too.
+inline void find_rows(const Segment& segment, const Store& store, int64_t block_size, bool is_early, Tile& tile,
                       const uint8_t** rows, Lines<TILE>& lines) {
   const int count = tile.count;
   lines.clear();
@@ -241,7 +241,7 @@ inline void find_rows(const Segment& segment, const Store& store, int64_t block_
   for (int j = 0; j < count; block++, offset = 0) {
     const int run = int(std::min<int64_t>(block_size - offset, count - j));
     const uint8_t* row = base + segment.table[block] * store.block_stride + offset * store.row_stride;
-    if (is_first && offset == 0) __builtin_prefetch(row, 0, 3);
+    if (is_early && offset == 0) __builtin_prefetch(row, 0, 3);
     for (int i = 0; i < run; i++) rows[j + i] = row + i * store.row_stride;
     lines.add(row - reinterpret_cast<uintptr_t>(row) % 64, row + (run - 1) * store.row_stride + bytes);
     j += run;

@@ -45,13 +45,15 @@ struct ExpandedSweep : UnitSweep {};  // of rows that become bf16 first
 
 inline int lead(const ExpandedSweep& sweep) { return std::min(EXPANDED_DISTANCE, sweep.keys.num_lines); }
 
-constexpr int STRETCH = 4 * DEPTH;  // values of a row that are expanded between one line and the next
+// Values of a row that are expanded between one line that is fetched and the next. A rest is worth one from 64 on.
+constexpr int STRETCH = 4 * DEPTH, LEAST_STRETCH = 2 * DEPTH;
 
 // Lines of `dim` values of sixteen slots that are fetched when all of them have been computed with. Those of bf16 are fetched
-// beside their product, and of others one beside each stretch of a row.
+// beside their product, and some of those of fp8 beside stretches.
 template <int F>
 constexpr int left_of(int dim) {
-  return F == BF16 ? 0 : std::max(dim * EDGE / 64 - (dim + STRETCH - 1) / STRETCH * EDGE, 0);
+  static_assert(F == BF16 || F == FP8);
+  return F == BF16 ? 0 : EDGE * dim / 64 - EDGE * ((dim + STRETCH - LEAST_STRETCH) / STRETCH);
 }
 
 // `dim` values of sixteen slots as an operand of the unit: as they lie, or expanded here.
@@ -60,11 +62,13 @@ class Operand {
  public:
   KV_INLINE Sixteen of(const Sixteen& stored, int dim, Ahead& ahead) {
     if constexpr (F == BF16) return stored;
-    for (int d = 0; d < dim; d += STRETCH)
+    for (int d = 0; d < dim; d += STRETCH) {
+      const int count = std::min(dim - d, STRETCH);
       for (int i = 0; i < EDGE; i++) {
-        expand_row<F>(stored[i] + d, std::min(dim - d, STRETCH), 0, rows + i * dim + d);
-        ahead.fetch<1>();
+        expand_row<F>(stored[i] + d, count, 0, rows + i * dim + d);
+        if (count >= LEAST_STRETCH) ahead.fetch<1>();
       }
+    }
     return {reinterpret_cast<const uint8_t*>(rows), 2 * dim};
   }
 
