@@ -12,8 +12,8 @@
 
 namespace kv {
 
-constexpr int WIDE = 128;      // slots of a tile, at most; also what makes small blocks eight runs side by side
-constexpr int UNIT_SWEEP = 8;  // tiles whose keys are read before their values: 256 KB of heads of 128
+constexpr int WIDE = 128;       // slots of a tile, at most; also what makes small blocks eight runs side by side
+constexpr int UNIT_SWEEP = 16;  // tiles whose keys are read before their values: 512 KB of heads of 128
 
 #if defined(KV_BF16)
 
