@@ -169,8 +169,9 @@ def stored(backend: str, raw: F32, dtype: str, seen_slots: NDArray[np.bool_]) ->
     poison = {"f": np.nan, "u": 0x7F if native.dtype.itemsize == 1 else 0x7FFF}[native.dtype.kind]
     blocks = _poisoned(native, seen_slots, poison)
     place = int(seen_slots.sum()) % 3  # alone, or the first or the second of two
-    between = [np.full_like(blocks, poison)] * min(place, 1)
-    array = made.from_numpy(np.stack((*between, blocks) if place == 2 else (blocks, *between), axis=1), 0)
+    both = np.full((len(blocks), min(place, 1) + 1, *blocks.shape[1:]), poison, blocks.dtype)
+    both[:, place // 2] = blocks
+    array = made.from_numpy(both, 0)
     if dtype == "bf16" and native.dtype.kind == "f":  # NumPy has no bf16 and was given f32, exactly
         array = made.cast(array, "bf16")
     return Stored(array[:, place // 2], fmt, raw.shape[-1])

@@ -35,6 +35,8 @@ class Backend(ABC):
     """`"numpy"`, `"torch"` or `"mlx"`."""
     native: frozenset[str]
     """Element types that this library computes with, of `f32 f16 bf16`."""
+    has_views: bool
+    """Whether a part of an array can be written to on its own."""
 
     @abstractmethod
     def device(self, layer: int) -> Device:
@@ -44,12 +46,15 @@ class Backend(ABC):
     def zeros(self, shape: Sequence[int], dtype: str, layer: int) -> Array:
         """A zeroed array of element type `f32 f16 bf16 u16 u8` on the layer's device."""
 
-    @abstractmethod
     def zeros_pair(self, shape: Sequence[int], dtype: str, layer: int) -> tuple[Array, Array]:
         """Two zeroed arrays [N,...]; where the library has views, entry n of the second lies behind that of the first.
 
         Who reads both, as attention reads keys and values, then turns to half as many places in memory.
         """
+        if not self.has_views:
+            return self.zeros(shape, dtype, layer), self.zeros(shape, dtype, layer)
+        both = self.zeros((shape[0], 2, *shape[1:]), dtype, layer)
+        return both[:, 0], both[:, 1]
 
     @abstractmethod
     def asarray(self, value: object, layer: int, what: str) -> Array:

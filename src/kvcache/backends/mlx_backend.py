@@ -42,6 +42,7 @@ class MlxBackend(Backend):
 
     name = "mlx"
     native = frozenset({"f32", "f16", "bf16"})
+    has_views = False
 
     def device(self, layer: int) -> Device:
         """MLX's default device; every layer is there, memory being one."""
@@ -52,10 +53,6 @@ class MlxBackend(Backend):
         if dtype not in ELEMENT_TYPES:
             raise ValueError(f"element type is {dtype!r}; the mlx backend stores {', '.join(ELEMENT_TYPES)}")
         return _evaluated(mx.zeros(tuple(shape), ELEMENT_TYPES[dtype]))
-
-    def zeros_pair(self, shape: Sequence[int], dtype: str, layer: int) -> tuple[Array, Array]:
-        """See `Backend.zeros_pair`; apart, because a part of an MLX array cannot be written to on its own."""
-        return self.zeros(shape, dtype, layer), self.zeros(shape, dtype, layer)
 
     def asarray(self, value: object, layer: int, what: str) -> Array:
         """See `Backend.asarray`; f64 of NumPy becomes f32, MLX having no f64 on the GPU."""

@@ -62,6 +62,7 @@ class NumpyBackend(Backend):
 
     name = "numpy"
     native = frozenset({"f32", "f16"})
+    has_views = True
 
     def device(self, layer: int) -> Device:
         """Always the CPU."""
@@ -72,11 +73,6 @@ class NumpyBackend(Backend):
         if dtype not in ELEMENT_TYPES:
             raise ValueError(f"element type is {dtype!r}; the numpy backend stores {', '.join(ELEMENT_TYPES)}")
         return np.zeros(tuple(shape), ELEMENT_TYPES[dtype])
-
-    def zeros_pair(self, shape: Sequence[int], dtype: str, layer: int) -> tuple[Array, Array]:
-        """See `Backend.zeros_pair`; views of one array."""
-        both = self.zeros((shape[0], 2, *shape[1:]), dtype, layer)
-        return both[:, 0], both[:, 1]
 
     def asarray(self, value: object, layer: int, what: str) -> Array:
         """See `Backend.asarray`; arrays are not copied."""

@@ -127,6 +127,7 @@ class TorchBackend(Backend):
 
     name = "torch"
     native = frozenset({"f32", "f16", "bf16"})
+    has_views = True
 
     def __init__(self, device: str, layer_devices: Mapping[int, str]) -> None:
         self._default = _device(device, "device")
@@ -152,11 +153,6 @@ class TorchBackend(Backend):
             if pages is not None:
                 return pages.view(kind).view(tuple(shape))
             return torch.zeros(tuple(shape), dtype=kind, device=where)
-
-    def zeros_pair(self, shape: Sequence[int], dtype: str, layer: int) -> tuple[Array, Array]:
-        """See `Backend.zeros_pair`; views of one tensor."""
-        both = self.zeros((shape[0], 2, *shape[1:]), dtype, layer)
-        return both[:, 0], both[:, 1]
 
     def asarray(self, value: object, layer: int, what: str) -> Array:
         """See `Backend.asarray`; a tensor that is there already is not copied, gradients are cut off."""

@@ -26,7 +26,7 @@ _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).flo
 
 
 def _encode_fp8(rows: Tensor) -> Tensor:
-    clamped = rows.clamp(-FP8_MAX, FP8_MAX)
+    clamped = rows.clamp(-FP8_MAX, FP8_MAX)  # strides of views would stay, and the backend's storage is dense
     return clamped.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format).view(torch.uint8)
 
 
