@@ -1,4 +1,5 @@
-"""Norms and GELU in one operator each: what the modules themselves compute, and modules as they were afterwards."""
+"""Norms, GELU and rotary embeddings in one operator each: what modules themselves compute, and modules as they were
+afterwards."""
 
 from __future__ import annotations
 
@@ -10,17 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CohereConfig, LlamaConfig
 from transformers.activations import GELUTanh, NewGELUActivation, QuickGELUActivation
+from transformers.models.cohere import modeling_cohere
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.glm import modeling_glm
+from transformers.models.gpt_neox import modeling_gpt_neox
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from families import FAMILIES
-from kvcache.hf.fused import FusedLayers
+from kvcache.hf.fused import FusedLayers, rotary_of
 from kvcache.hf.replaced import Replaced
 from kvcache.hf.runner import Runner, Work
+from kvcache.kernels import cpu_build
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +111,98 @@ def test_gelu_of_a_model_of_another_type_is_left_alone() -> None:
     assert len(FusedLayers(with_weights(GELUTanh()).float())) == 0
 
 
+def rows_to_turn(batch: int, heads: int, tokens: int, dim: int, turned: int) -> list[torch.Tensor]:
+    """Queries, keys, cosines and sines, as attention has them."""
+    random = torch.Generator().manual_seed(2)
+
+    def rows(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random).bfloat16()
+
+    return [
+        rows(batch, tokens, heads, dim).transpose(1, 2),
+        rows(batch, tokens, 1, dim).transpose(1, 2),
+        rows(batch, tokens, turned),
+        rows(batch, tokens, turned),
+    ]
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 1), (2, 3, 5), (1, 8, 700), (1, 1, 0)])
+@pytest.mark.parametrize("dim", [256, 80, 64, 6])
+def test_rotary_embeddings_are_the_models_own_bit_for_bit(shape: tuple[int, int, int], dim: int, isa: str) -> None:
+    inputs = rows_to_turn(*shape, dim, dim)
+    inputs[0][:, :1, :1, :1] = float("inf")
+    turn = rotary(modeling_gemma3)
+    assert turn is not None
+    for got, wanted in zip(turn(*inputs), modeling_gemma3.apply_rotary_pos_emb(*inputs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0, equal_nan=True)
+        assert got.is_contiguous() == wanted.is_contiguous()
+    apart = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in inputs]  # rows whose values are not adjacent
+    for got, wanted in zip(turn(*apart), turn(*inputs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def rotary(module: Any) -> Any:
+    return rotary_of(module.apply_rotary_pos_emb, cpu_build.operators())
+
+
+def test_rotary_embeddings_of_a_part_of_each_row(isa: str) -> None:
+    inputs = rows_to_turn(2, 3, 5, 80, 20)
+    turn = rotary(modeling_gpt_neox)
+    for got, wanted in zip(turn(*inputs), modeling_gpt_neox.apply_rotary_pos_emb(*inputs), strict=True):
+        assert torch.equal(got, wanted)
+    with pytest.raises(RuntimeError, match="must match"):  # as Llama has it
+        rotary(modeling_llama)(*inputs)
+
+
+@pytest.mark.parametrize("module", [modeling_cohere, modeling_glm])
+def test_rotary_embeddings_of_pairs_are_left_alone(module: Any) -> None:
+    assert rotary(module) is None
+
+
+def test_rotary_embeddings_asked_for_otherwise_are_the_models_own() -> None:
+    turn, own = rotary(modeling_llama), modeling_llama.apply_rotary_pos_emb
+    q, k, cos, sin = rows_to_turn(2, 3, 5, 8, 8)
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        ((q.transpose(1, 2), k.transpose(1, 2), cos, sin), {"unsqueeze_dim": 2}),
+        ((q.float(), k.float(), cos.float(), sin.float()), {}),
+        ((q, k, cos.float(), sin.float()), {}),
+        ((q, k, cos[:1], sin[:1]), {}),  # the same for each of the batch
+        ((q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0]), {}),
+    ]
+    for args, kwargs in asked:
+        for got, wanted in zip(turn(*args, **kwargs), own(*args, **kwargs), strict=True):
+            assert got.dtype is wanted.dtype and torch.equal(got, wanted)
+    with torch.enable_grad():
+        assert turn(q.clone().requires_grad_(), k, cos, sin)[0].requires_grad
+
+
+def test_the_operator_refuses_rows_that_do_not_fit() -> None:
+    turn = cpu_build.operators().turn  # type: ignore[union-attr]
+    q, k, cos, sin = rows_to_turn(2, 3, 5, 8, 8)
+    for wrong in (
+        (q, k[:, :, :4], cos, sin),
+        (q, k, cos, sin[:1]),
+        (q, k, cos.float(), sin),
+        (q[..., :4], k[..., :4], cos, sin),
+        (q, k, cos[..., :3], sin[..., :3]),
+    ):
+        with pytest.raises(ValueError, match="turn"):
+            turn(*wrong)
+
+
+def test_attention_with_other_rotary_embeddings_or_a_forward_of_its_own_is_left_alone() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    for kind, config, count in (
+        (LlamaAttention, LlamaConfig(**sizes), 1),
+        (modeling_cohere.CohereAttention, CohereConfig(**sizes), 0),
+    ):
+        attention = kind(config, 0).to(torch.bfloat16)
+        assert len(FusedLayers(attention)) == count and ("forward" in attention.__dict__) == bool(count)
+    hooked = LlamaAttention(LlamaConfig(**sizes), 0).to(torch.bfloat16)
+    hooked.__dict__["forward"] = lambda x: x
+    assert len(FusedLayers(hooked)) == 0
+
+
 def test_nan_stays_in_its_row() -> None:
     norm = made(LlamaRMSNorm)
     x = torch.ones((3, 96)).bfloat16()
@@ -183,6 +283,7 @@ def test_a_runner_answers_as_with_the_modules_own(family: str, monkeypatch: pyte
         replaced = [type(m).__name__ for m in model.modules() if isinstance(m.__dict__.get("forward"), Replaced)]
         assert sum("RMSNorm" in name for name in replaced) > 2
         assert ("GELUTanh" in replaced) == (family == "gemma3")
+        assert any(name.endswith("Attention") for name in replaced) == (family != "mamba2")
         fused = runner.forward(works)
     assert not any("forward" in module.__dict__ for module in model.modules())
     monkeypatch.setattr("kvcache.hf.runner.FusedLayers", lambda _: FusedLayers(torch.nn.Identity()))
@@ -205,6 +306,6 @@ def test_a_copy_of_a_model_in_use_is_a_model_of_its_own(tmp_path: Path) -> None:
         assert not torch.equal(other(tokens).logits, model(tokens).logits)
         with Runner(other, capacity=64) as runner:  # and runs as fast
             names = [type(m).__name__ for m in other.modules() if isinstance(m.__dict__.get("forward"), Replaced)]
-            assert {"Gemma3RMSNorm", "GELUTanh", "Linear"} <= set(names)
+            assert {"Gemma3RMSNorm", "GELUTanh", "Gemma3Attention", "Linear"} <= set(names)
             found = runner.forward([Work(0, 0, tokens[0].tolist())])
         torch.testing.assert_close(found.float(), other(tokens).logits[0, -1:].float(), rtol=5e-2, atol=5e-2)

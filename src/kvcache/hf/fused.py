@@ -1,20 +1,25 @@
-"""Norms and GELU of bf16 models on the CPU, each in one operator of ours.
+"""Norms, GELU and rotary embeddings of bf16 models on the CPU, each in one operator of ours.
 
 A model has several root-mean-square norms in each layer, and written in PyTorch each reads and writes its rows eight
-times; PyTorch's GELU by tanh takes four times as long as ours: what that costs is in docs/performance.md. Nobody tells
-what a layer computes but the layer itself, so each is asked: it must give what one of these formulas gives, for rows of
-many sizes, or is left alone. So are norms that take more than their rows, as Mamba's gated ones.
+times, rotary embeddings sixteen; PyTorch's GELU by tanh takes four times as long as ours: what that costs is in
+docs/performance.md. Nobody tells what a layer computes but the layer itself, so each is asked: it must give what one of
+these formulas gives, for rows of many sizes, or is left alone. So are norms that take more than their rows, as Mamba's
+gated ones. Rotary embeddings are no layer but a function that attention calls: attention keeps its own code, over names
+of which one means our operator.
 
     norms of Llama and most others    weight * round(x / rms)
     of OLMo 2, Gemma 3n               round(x / rms * weight)
     of Gemma                          round(x / rms * (1 + weight))
     GELU by tanh                      round(x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))))
+    rotary embeddings                 round(round(x * cos) + round((-second half of x, first half) * sin)), bit for bit
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,7 +28,7 @@ from torch import Tensor, nn
 from kvcache.hf.replaced import Replaced, has_own_forward
 from kvcache.kernels import cpu_build
 
-__all__ = ["FusedLayers"]
+__all__ = ["FusedLayers", "rotary_of"]
 
 EQUAL_SHARE = 0.995
 """Of the values of probes: sums in another order round one in a thousand to the other neighbour."""
@@ -32,6 +37,9 @@ MAX_ERROR = 2**-7
 GELU_ENDS = 1e-6
 """Results of GELU below this are not compared: PyTorch's are differences of nearly equal numbers."""
 
+_ROTARY = "apply_rotary_pos_emb"
+"""The function's name in transformers' files of models."""
+
 _NORMS = ((0.0, True), (0.0, False), (1.0, False))  # added to the weight; rounded before the weight
 
 _Layer = Callable[[Tensor], Tensor]
@@ -39,9 +47,10 @@ _Layer = Callable[[Tensor], Tensor]
 
 @final
 class FusedLayers:
-    """Gives norms and GELUs of a model another `forward`, until `close`. With gradients on, they use their own.
+    """Gives norms, GELUs and attention of a model another `forward`, until `close`.
 
-    None where there is no C++ kernel. Layers whose `forward` somebody has replaced already are left alone.
+    With gradients on, they compute as before. None where there is no C++ kernel. Those whose `forward` somebody has
+    replaced already are left alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,14 +58,21 @@ class FusedLayers:
         if not any(weight.dtype is torch.bfloat16 and weight.is_cpu for weight in model.parameters()):
             return
         ways = {module: ways for module in model.modules() if (ways := _norms(module) or _gelus(module))}
-        library = cpu_build.operators() if ways else ""
+        turning = [module for module in model.modules() if _turns(module)]
+        library = cpu_build.operators() if ways or turning else ""
         if isinstance(library, str):
             return
         for module, way in ways.items():
-            forward = _forward(module, way, library)
-            if forward is not None:
-                Replaced.put(module, forward)
-                self._modules.append(module)
+            self._put(module, _forward(module, way, library))
+        kinds = {kind: _attention(kind, library) for kind in {type(module) for module in turning}}
+        for module in turning:
+            forward = kinds[type(module)]
+            self._put(module, forward and partial(forward, module), takes_all=True)
+
+    def _put(self, module: nn.Module, forward: Callable[..., Any] | None, takes_all: bool = False) -> None:
+        if forward is not None:
+            Replaced.put(module, forward, takes_all)
+            self._modules.append(module)
 
     def close(self) -> None:
         """Give the layers their own `forward` back. Repeating it changes nothing."""
@@ -136,6 +152,73 @@ def _forward(module: nn.Module, ways: _Ways, library: Any) -> _Layer | None:
         return fused(x)
 
     return forward
+
+
+def _turns(module: nn.Module) -> bool:
+    """Whether it is attention that calls transformers' function for rotary embeddings by its name."""
+    forward: Any = type(module).forward
+    return (
+        isinstance(forward, FunctionType)
+        and _ROTARY in forward.__code__.co_names
+        and isinstance(forward.__globals__.get(_ROTARY), FunctionType)
+        and has_own_forward(module)
+    )
+
+
+def _attention(kind: type[nn.Module], library: Any) -> Callable[..., Any] | None:
+    """The forward of a class whose rotary embeddings are what the operator computes: its code, over other names."""
+    own: Any = kind.forward
+    turn = rotary_of(own.__globals__[_ROTARY], library)
+    if turn is None:
+        return None
+    fused = FunctionType(
+        own.__code__, own.__globals__ | {_ROTARY: turn}, own.__name__, own.__defaults__, own.__closure__
+    )
+    fused.__kwdefaults__ = own.__kwdefaults__
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (own if torch.compiler.is_compiling() else fused)(module, *args, **kwargs)
+
+    return forward
+
+
+def rotary_of(own: Callable[..., Any], library: Any) -> Callable[..., Any] | None:
+    """The operator in the place of `own`, if that computes the same: of whole rows, and of parts if it takes those."""
+    random = torch.Generator().manual_seed(0)
+
+    def is_same(dim: int, turned: int) -> bool:
+        shapes = (2, 3, 5, dim), (2, 1, 5, dim), (2, 5, turned), (2, 5, turned)
+        probe = [torch.randn(shape, generator=random).bfloat16() for shape in shapes]
+        try:
+            expected = own(*probe)
+        except Exception:
+            return False  # it takes something else
+        found = library.turn(*probe)
+        return isinstance(expected, tuple) and len(expected) == 2 and all(map(_is_equal, found, expected))
+
+    with torch.inference_mode():
+        if not is_same(64, 64):
+            return None
+        takes_part = is_same(64, 32)
+
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (
+            not (args or kwargs or torch.is_grad_enabled())
+            and q.dtype is k.dtype is cos.dtype is sin.dtype is torch.bfloat16
+            and q.is_cpu
+            and q.dim() == 4
+            and cos.dim() == 3
+            and (takes_part or cos.shape[2] == q.shape[3])
+            and (cos.shape[0], cos.shape[1]) == (q.shape[0], q.shape[2])
+        ):
+            return library.turn(q, k, cos, sin)
+        return own(q, k, cos, sin, *args, **kwargs)
+
+    return turn
+
+
+def _is_equal(found: Tensor, expected: Any) -> bool:
+    return isinstance(expected, Tensor) and expected.dtype is torch.bfloat16 and torch.equal(found, expected)
 
 
 def _is_same(found: Tensor, expected: Tensor, least: float) -> bool:

@@ -7,24 +7,27 @@ from copy import deepcopy
 from types import MethodType
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["Replaced", "has_own_forward"]
 
 
 @final
 class Replaced:
-    """A forward of one tensor in the place of a module's own, which other arguments still reach.
+    """Another forward in the place of a module's own, which arguments other than one tensor still reach.
 
     Copies and pickles of the module have the module's own forward: what stands here knows the module it was made for.
     """
 
     @staticmethod
-    def put(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-        """Let calls of the module be calls of `forward`. Raises `ValueError` when it has been replaced before."""
+    def put(module: nn.Module, forward: Callable[..., Any], takes_all: bool = False) -> None:
+        """Let calls of the module with one tensor, or all, be calls of `forward`.
+
+        Raises `ValueError` when it has been replaced before.
+        """
         if not has_own_forward(module):
             raise ValueError(f"the forward of a {type(module).__name__} was replaced before; expected the class's own")
-        module.__dict__["forward"] = Replaced(module, forward)
+        module.__dict__["forward"] = Replaced(module, forward, takes_all)
 
     @staticmethod
     def undo(module: nn.Module) -> None:
@@ -32,12 +35,12 @@ class Replaced:
         if isinstance(module.__dict__.get("forward"), Replaced):
             del module.__dict__["forward"]
 
-    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-        self._module, self._forward = module, forward
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], takes_all: bool) -> None:
+        self._module, self._forward, self._takes_all = module, forward, takes_all
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs:
-            return self._forward(args[0])
+        if self._takes_all or (len(args) == 1 and not kwargs):
+            return self._forward(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:

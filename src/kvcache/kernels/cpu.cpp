@@ -98,16 +98,46 @@ at::Tensor gelu_tanh(const at::Tensor& x) {
   return to;
 }
 
+// x, or a copy where its rows are not dense: what `empty_like` makes of it lies as it does.
+at::Tensor dense_rows(const at::Tensor& x) {
+  return x.is_non_overlapping_and_dense() && x.stride(-1) == 1 ? x : x.contiguous();
+}
+
 // Rows of the last dimension of x, normalised; the result lies in memory as x does.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset, double eps, bool rounds_first) {
-  const at::Tensor from = x.is_non_overlapping_and_dense() && x.stride(-1) == 1 ? x : x.contiguous();
-  const at::Tensor to = at::empty_like(from);
+  const at::Tensor from = dense_rows(x), to = at::empty_like(from);
   const int64_t dim = from.size(-1);
   TORCH_CHECK_VALUE(dim == weight.numel(), "rows have ", dim, " values and the weight has ", weight.numel());
   const at::Tensor scale = weight.contiguous();
   kv::normalise({scale.data_ptr(), format_of(scale.scalar_type()), float(offset), float(eps), rounds_first},
                 from.data_ptr(), to.data_ptr(), format_of(from.scalar_type()), from.numel() / dim, int(dim));
   return to;
+}
+
+// Queries and keys [batch, heads, tokens, dim] turned by cosines and sines [batch, tokens, turned], all of bf16; the results lie in
+// memory as the arguments do.
+std::tuple<at::Tensor, at::Tensor> turn(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& cosines,
+                                        const at::Tensor& sines) {
+  const int64_t batch = queries.size(0), tokens = queries.size(2), dim = queries.size(3), turned = cosines.size(2);
+  const auto check = [&](const at::Tensor& t, at::IntArrayRef shape) {
+    TORCH_CHECK_VALUE(t.sizes() == shape && t.scalar_type() == at::kBFloat16 && t.is_cpu(), "turn takes bfloat16 ", shape,
+                      " on the CPU, not ", t.scalar_type(), " ", t.sizes(), " on ", t.device());
+  };
+  check(queries, {batch, queries.size(1), tokens, dim});
+  check(keys, {batch, keys.size(1), tokens, dim});
+  check(cosines, {batch, tokens, turned});
+  check(sines, {batch, tokens, turned});
+  TORCH_CHECK_VALUE(turned % 2 == 0 && turned <= dim && dim <= kv::MAX_DIM, turned, " of ", dim, " values of a row to turn");
+  const at::Tensor from[] = {dense_rows(queries), dense_rows(keys)};
+  const at::Tensor to[] = {at::empty_like(from[0]), at::empty_like(from[1])};
+  const auto heads = [](const at::Tensor& t) {
+    return kv::Heads{static_cast<uint16_t*>(t.data_ptr()), t.stride(0), t.stride(1), t.stride(2), t.size(1)};
+  };
+  const at::Tensor cosine = cosines.contiguous(), sine = sines.contiguous();
+  const kv::Heads sources[] = {heads(from[0]), heads(from[1])}, results[] = {heads(to[0]), heads(to[1])};
+  kv::turn(sources, results, static_cast<uint16_t*>(cosine.data_ptr()), static_cast<uint16_t*>(sine.data_ptr()),
+           cosine.stride(0), cosine.stride(1), batch, tokens, int(turned), int(dim));
+  return {to[0], to[1]};
 }
 
 // Rows x [..., in] times weights [out, in], and a bias [out]; all of bf16.
@@ -186,4 +216,5 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("gelu_tanh(Tensor x) -> Tensor", gelu_tanh);
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear);
   library.def("rms_norm(Tensor x, Tensor weight, float offset, float eps, bool rounds_first) -> Tensor", rms_norm);
+  library.def("turn(Tensor queries, Tensor keys, Tensor cosines, Tensor sines) -> (Tensor, Tensor)", turn);
 }

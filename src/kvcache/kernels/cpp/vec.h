@@ -323,14 +323,21 @@ KV_INLINE uint16_t float_to_bf16(float x) {
   return uint16_t((u & 0x7fffffffu) > 0x7f800000u ? (u >> 16) | 0x40u : rounded);
 }
 
+typedef uint16_t halves __attribute__((vector_size(2 * KV_LANES)));
+
+KV_INLINE vf bf16_lanes(const uint16_t* from) { return bits<vf>(__builtin_convertvector(load<halves>(from), vu) << 16); }
+
+// As `float_to_bf16`, in the upper half of each lane.
+KV_INLINE vu upper_bf16(vf x) {
+  const vu u = bits<vu>(x);
+  return (x == x ? u + 0x7fffu + ((u >> 16) & 1u) : u | 0x400000u) & 0xffff0000u;
+}
+
+KV_INLINE void store_bf16(uint16_t* to, vf x) { store(to, __builtin_convertvector(upper_bf16(x) >> 16, halves)); }
+
 inline void floats_to_bf16(const float* from, int n, uint16_t* to) {
-  typedef uint16_t halves __attribute__((vector_size(2 * KV_LANES)));
   int i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    const vf values = load<vf>(from + i);
-    const vu u = bits<vu>(values), rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    store(to + i, __builtin_convertvector(values == values ? rounded : (u >> 16) | 0x40u, halves));
-  }
+  for (; i + LANES <= n; i += LANES) store_bf16(to + i, load<vf>(from + i));
   for (; i < n; i++) to[i] = float_to_bf16(from[i]);
 }
 
