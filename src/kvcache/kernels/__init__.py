@@ -25,7 +25,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -89,18 +89,19 @@ class Segment:
     positions: NDArray[np.int32] | None
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
     """What every layer of one pass shares. A value: kernels keep what they derive from it, so its arrays never change.
 
     Row t of the queries sees the positions `[query_begins[t], query_ends[t])` of its segment, int32 [T] each. Each row
-    belongs to exactly one segment.
+    belongs to exactly one segment. plans: what kernels have derived, by kernel; it lives as long as the batch.
     """
 
     segments: Sequence[Segment]
     query_begins: NDArray[np.int32]
     query_ends: NDArray[np.int32]
     block_size: int
+    plans: dict[Kernel, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 class Kernel(ABC):

@@ -28,11 +28,25 @@ kv::Rows rows_of(const at::Tensor& rows) {
   return {rows.data_ptr(), rows.stride(0), rows.stride(1), format_of(rows.scalar_type())};
 }
 
+// Whether these are blocks [N,heads,block_size,W] with rows of `dim` values.
+bool are_blocks(const at::Tensor& array, int64_t format, int64_t dim, int64_t heads, int64_t block_size) {
+  return array.dim() == 4 && array.size(1) == heads && array.size(2) == block_size &&
+         array.size(3) * array.element_size() == kv::row_bytes(int(format), int(dim));
+}
+
 // `plan`: what cpu.py made of an AttentionBatch: segments int64 [n,6], then int32 arrays: block tables, rows, positions,
-// bounds, begins, ends.
-at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, int64_t key_format,
-                  int64_t value_format, int64_t value_dim, at::TensorList plan, int64_t block_size, double scale,
-                  double softcap, const std::optional<at::Tensor>& sinks) {
+// bounds, begins, ends. It names blocks below `num_blocks`. cpu.py says more about what does not fit.
+at::Tensor attend(const at::Tensor& any_queries, const at::Tensor& keys, const at::Tensor& values, int64_t key_format,
+                  int64_t value_format, int64_t value_dim, at::TensorList plan, int64_t num_blocks, int64_t block_size,
+                  double scale, double softcap, const std::optional<at::Tensor>& sinks) {
+  const bool are_rows = any_queries.dim() == 3 && any_queries.size(0) == plan[5].numel() && keys.dim() == 4;
+  const int64_t heads = are_rows ? keys.size(1) : 0;
+  TORCH_CHECK_VALUE(heads > 0 && any_queries.size(1) % heads == 0 &&
+                        are_blocks(keys, key_format, any_queries.size(2), heads, block_size) &&
+                        are_blocks(values, value_format, value_dim, heads, block_size) &&
+                        num_blocks <= std::min(keys.size(0), values.size(0)),
+                    "queries, keys, values and the batch do not fit each other");
+  const at::Tensor queries = any_queries.stride(2) == 1 ? any_queries : any_queries.contiguous();
   const bool covers_all = plan[2].numel() == queries.size(0);  // a row of no segment sees nothing
   const std::array<int64_t, 3> shape = {queries.size(0), queries.size(1), value_dim};
   at::Tensor output = covers_all ? at::empty(shape, queries.options()) : at::zeros(shape, queries.options());
@@ -203,7 +217,7 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("set_amx", set_amx);
   library.def(
       "attend(Tensor queries, Tensor keys, Tensor values, int key_format, int value_format, int value_dim, "
-      "Tensor[] plan, int block_size, float scale, float softcap, Tensor? sinks) -> Tensor",
+      "Tensor[] plan, int num_blocks, int block_size, float scale, float softcap, Tensor? sinks) -> Tensor",
       attend);
   library.def(
       "put(Tensor(a!) keys, Tensor(b!) values, int key_format, int value_format, Tensor slots, Tensor new_keys, "

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from typing import final
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +45,6 @@ class SdpaKernel(Kernel):
     """PyTorch's scaled_dot_product_attention over gathered blocks; any device that PyTorch has."""
 
     name = "sdpa"
-
-    def __init__(self) -> None:
-        self._plans: WeakKeyDictionary[AttentionBatch, dict[torch.device, list[Tile]]] = WeakKeyDictionary()
 
     def refusal(self, queries: Array, keys: Stored, values: Stored) -> str | None:
         """Refuses arrays that are not torch tensors."""
@@ -91,7 +87,7 @@ class SdpaKernel(Kernel):
         return queries.new_zeros((T, Hq, values.head_dim)) if out is None else out
 
     def _plan(self, batch: AttentionBatch, device: torch.device) -> list[Tile]:
-        plans = self._plans.setdefault(batch, {})
+        plans: dict[torch.device, list[Tile]] = batch.plans.setdefault(self, {})
         if device not in plans:
             plans[device] = plan(batch, device)
         return plans[device]

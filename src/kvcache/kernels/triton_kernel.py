@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple, final
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -78,9 +77,6 @@ class TritonKernel(Kernel, Planner, Writer):
 
     name = "triton"
 
-    def __init__(self) -> None:
-        self._plans: WeakKeyDictionary[AttentionBatch, dict[tuple[torch.device, Geometry], Plan]] = WeakKeyDictionary()
-
     def refusal(self, queries: Array, keys: Stored, values: Stored) -> str | None:
         """Why these arrays cannot be read. Triton is imported only when nothing else is to object."""
         if not isinstance(queries, Tensor) or queries.dtype not in _NATIVE:
@@ -108,7 +104,7 @@ class TritonKernel(Kernel, Planner, Writer):
         """See `Kernel.attend`. Cost: one pass over the visible rows per 16 (decode) to 128 (prefill) queries."""
         queries_per_head(queries, keys, values, sinks, softcap)
         geometry = geometry_of(queries, keys, values)
-        found = self._plans.get(batch, {}).get((queries.device, geometry))
+        found = self._plans(batch).get((queries.device, geometry))
         if found is None:
             if queries.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ValueError("this batch was not planned; call TritonKernel.replan for it before capturing a graph")
@@ -125,8 +121,12 @@ class TritonKernel(Kernel, Planner, Writer):
         Cost: about 10 µs per segment and one copy; no wait. Raises `ValueError` when it does not fit the room.
         """
         made = plan(batch, geometry, device, room)
-        self._plans.setdefault(batch, {})[device, geometry] = made
+        self._plans(batch)[device, geometry] = made
         return made
+
+    def _plans(self, batch: AttentionBatch) -> dict[tuple[torch.device, Geometry], Plan]:
+        found: dict[tuple[torch.device, Geometry], Plan] = batch.plans.setdefault(self, {})
+        return found
 
     def rooms(self, batch: AttentionBatch, max_slots: int) -> Rooms:
         """See `Planner.rooms`; by device and geometry."""
@@ -135,7 +135,7 @@ class TritonKernel(Kernel, Planner, Writer):
             (device, geometry): Room(
                 decode_sizes(geometry, batch.block_size, count, max_slots, is_irregular=is_irregular), device
             )
-            for device, geometry in self._plans.get(batch, {})
+            for device, geometry in self._plans(batch)
         }
 
     def replan(self, batch: AttentionBatch, rooms: Rooms) -> None:
