@@ -525,7 +525,7 @@ def test_without_a_compiler_one_warning_and_a_refusal(
 ) -> None:
     monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(cpu_build, "_loaded", {})
+    monkeypatch.setattr(cpu_build, "_loaded", [])
     world = make_world(Shape(1, 1, 32, 32, 4), [decode(5)], seed=8)
     keys = stored("torch", world.keys, "f32", world.seen_slots)
     queries = array("torch", world.queries)

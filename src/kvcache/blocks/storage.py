@@ -16,21 +16,22 @@ from numpy.typing import NDArray
 
 from kvcache.backends import Backend
 from kvcache.formats import Format, Stored
-from kvcache.spec import Array
+from kvcache.spec import Array, Device
 
 __all__ = ["BlockStorage", "LayerStorage"]
 
 
 @final
 class LayerStorage:
-    """Keys and values of one layer."""
+    """Keys and values of one layer. Of one storage, layers of the same `kind` differ in nothing but contents."""
 
-    __slots__ = ("keys", "num_heads", "values")
+    __slots__ = ("keys", "kind", "num_heads", "values")
 
-    def __init__(self, keys: Stored, values: Stored, num_heads: int) -> None:
+    def __init__(self, keys: Stored, values: Stored, num_heads: int, device: Device) -> None:
         self.keys = keys
         self.values = values
         self.num_heads = num_heads
+        self.kind = (num_heads, keys.head_dim, values.head_dim, device.name)
 
 
 @final
@@ -75,25 +76,25 @@ class BlockStorage:
         keys = self.backend.asarray(keys, layer, "keys")
         values = self.backend.asarray(values, layer, "values")
         have = self._layers.get(layer)
-        heads, head_dim, value_dim = (
-            (have.num_heads, have.keys.head_dim, have.values.head_dim) if have else (None, None, None)
-        )
+        if have is not None:
+            heads, head_dim, value_dim = have.num_heads, have.keys.head_dim, have.values.head_dim
+            if keys.shape == (num_tokens, heads, head_dim) and values.shape == (num_tokens, heads, value_dim):
+                return keys, values
         seen = f"keys {list(keys.shape)}, values {list(values.shape)}"
         if len(keys.shape) != 3 or len(values.shape) != 3:
             raise ValueError(f"{seen}; expected three dimensions each: [tokens, heads, head_dim]")
         if keys.shape[0] != num_tokens or values.shape[0] != num_tokens:
             raise ValueError(f"{seen}; expected {num_tokens} tokens in each, as many as the batch has")
-        if keys.shape[1] != values.shape[1] or (heads is not None and keys.shape[1] != heads):
-            raise ValueError(f"{seen}; expected {heads or 'equally many'} heads in both (layer {layer})")
+        if keys.shape[1] != values.shape[1] or (have and keys.shape[1] != heads):
+            raise ValueError(f"{seen}; expected {heads if have else 'equally many'} heads in both (layer {layer})")
         if not (keys.shape[1] and keys.shape[2] and values.shape[2]):
             raise ValueError(f"{seen}; expected no empty dimension")
-        if have and (keys.shape[2], values.shape[2]) != (head_dim, value_dim):
+        if have:
             raise ValueError(
                 f"{seen}; expected head_dim {head_dim} for keys and {value_dim} for values (layer {layer})"
             )
-        if not have:
-            self.key_format.row_width(keys.shape[2])  # raises when the format cannot hold such rows
-            self.value_format.row_width(values.shape[2])
+        self.key_format.row_width(keys.shape[2])  # raises when the format cannot hold such rows
+        self.value_format.row_width(values.shape[2])
         return keys, values
 
     def accept_keys(self, layer: int, keys: Array, num_tokens: int) -> Array:
@@ -160,4 +161,4 @@ class BlockStorage:
         else:
             arrays = tuple(self.backend.zeros(*kind, layer) for kind in kinds)
         keys, values = (Stored(array, *side) for array, side in zip(arrays, sides, strict=True))
-        return LayerStorage(keys, values, num_heads)
+        return LayerStorage(keys, values, num_heads, self.backend.device(layer))

@@ -111,7 +111,11 @@ class CausalCache(Cache):
         if forward.is_reserved:
             return self._storage.backend.zeros((shape[0], shape[1], value_dim), "f32", layer)
         stored = self._storage.layer(layer)
-        return kernels.choose(queries, stored.keys, stored.values).attend(
+        kind = queries.dtype, stored.kind
+        kernel = forward.kernels.get(kind)
+        if kernel is None:
+            kernel = forward.kernels[kind] = kernels.choose(queries, stored.keys, stored.values)
+        return kernel.attend(
             queries,
             stored.keys,
             stored.values,
@@ -323,10 +327,13 @@ class CausalCache(Cache):
     def write(self, layer: int, slots: NDArray[np.int64], keys: Array, values: Array) -> None:
         """Accepted rows into slots."""
         made = self._storage.made(layer, keys, values)
-        writer = kernels.writer((made.keys, made.values), (keys, values))
-        if writer is None:
+        writers = self._forward.writers if self._forward else {}
+        kind = keys.dtype, values.dtype, made.kind
+        writer = writers.get(kind) or kernels.writer((made.keys, made.values), (keys, values))
+        if writer is None:  # attention may load one before the next layer
             self._storage.write(layer, slots, keys, values)
         else:
+            writers[kind] = writer
             writer.put(made.keys, made.values, slots, keys, values)
 
     def pad_forward(self, num_rows: int, slots: Array) -> Padded:

@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.kernels import AttentionBatch, Segment
+from kvcache.kernels import AttentionBatch, Kernel, Segment, Writer
 from kvcache.sequences import Sequence
 from kvcache.spans import Span
 from kvcache.spec import Array, Batch, Device, integer
@@ -42,7 +42,8 @@ class Forward:
     """One started pass.
 
     `slots` int64 [T], T = `num_rows`; `rows` are the batch rows of each sequence; `written` says which layers were put,
-    in which shapes; `masks` keeps the mask made for each device.
+    in which shapes; `masks` keeps the mask made for each device, `kernels` and `writers` what was chosen for each kind
+    of layers and rows.
     """
 
     __slots__ = (
@@ -53,10 +54,12 @@ class Forward:
         "batch",
         "excepted",
         "is_reserved",
+        "kernels",
         "masks",
         "num_rows",
         "rows",
         "slots",
+        "writers",
         "written",
     )
 
@@ -77,6 +80,8 @@ class Forward:
         self.is_reserved = is_reserved
         self.written: dict[int, tuple[int, int, int]] = {}  # layer: heads, head_dim, value_dim
         self.masks: dict[Device, Array] = {}
+        self.kernels: dict[object, Kernel] = {}
+        self.writers: dict[object, Writer] = {}
         self.excepted: tuple[int, ...] = ()
         self._tables = tables
         self._span = span

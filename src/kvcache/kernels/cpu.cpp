@@ -30,23 +30,31 @@ kv::Rows rows_of(const at::Tensor& rows) {
 
 // Whether these are blocks [N,heads,block_size,W] with rows of `dim` values.
 bool are_blocks(const at::Tensor& array, int64_t format, int64_t dim, int64_t heads, int64_t block_size) {
-  return array.dim() == 4 && array.size(1) == heads && array.size(2) == block_size &&
-         array.size(3) * array.element_size() == kv::row_bytes(int(format), int(dim));
+  return array.dim() == 4 && array.is_cpu() && array.size(1) == heads && array.size(2) == block_size &&
+         array.stride(3) == 1 && array.size(3) * array.element_size() == kv::row_bytes(int(format), int(dim));
 }
+
+// Whether these are rows [n,H,D] of f32, f16 or bf16.
+bool are_rows(const at::Tensor& array, int64_t n) {
+  const at::ScalarType type = array.scalar_type();
+  return array.dim() == 3 && array.is_cpu() && array.size(0) == n &&
+         (type == at::kFloat || type == at::kHalf || type == at::kBFloat16);
+}
+
+at::Tensor adjacent(const at::Tensor& rows) { return rows.stride(2) == 1 ? rows : rows.contiguous(); }
 
 // `plan`: what cpu.py made of an AttentionBatch: segments int64 [n,6], then int32 arrays: block tables, rows, positions,
 // bounds, begins, ends. It names blocks below `num_blocks`. cpu.py says more about what does not fit.
 at::Tensor attend(const at::Tensor& any_queries, const at::Tensor& keys, const at::Tensor& values, int64_t key_format,
                   int64_t value_format, int64_t value_dim, at::TensorList plan, int64_t num_blocks, int64_t block_size,
                   double scale, double softcap, const std::optional<at::Tensor>& sinks) {
-  const bool are_rows = any_queries.dim() == 3 && any_queries.size(0) == plan[5].numel() && keys.dim() == 4;
-  const int64_t heads = are_rows ? keys.size(1) : 0;
+  const int64_t heads = are_rows(any_queries, plan[5].numel()) && keys.dim() == 4 ? keys.size(1) : 0;
   TORCH_CHECK_VALUE(heads > 0 && any_queries.size(1) % heads == 0 &&
                         are_blocks(keys, key_format, any_queries.size(2), heads, block_size) &&
                         are_blocks(values, value_format, value_dim, heads, block_size) &&
                         num_blocks <= std::min(keys.size(0), values.size(0)),
                     "queries, keys, values and the batch do not fit each other");
-  const at::Tensor queries = any_queries.stride(2) == 1 ? any_queries : any_queries.contiguous();
+  const at::Tensor queries = adjacent(any_queries);
   const bool covers_all = plan[2].numel() == queries.size(0);  // a row of no segment sees nothing
   const std::array<int64_t, 3> shape = {queries.size(0), queries.size(1), value_dim};
   at::Tensor output = covers_all ? at::empty(shape, queries.options()) : at::zeros(shape, queries.options());
@@ -85,9 +93,16 @@ void check_slots(const at::Tensor& slots, const at::Tensor& storage) {
     TORCH_CHECK_VALUE(slot[i] >= 0 && slot[i] < end, "slot ", slot[i], " is outside the storage of ", end, " slots");
 }
 
-// Encodes new_keys [n,H,D] and new_values [n,H,Dv] into their slots of the storage.
+// Encodes new_keys [n,H,D] and new_values [n,H,Dv] into their slots of the storage. As above, cpu.py says more.
 void put(const at::Tensor& keys, const at::Tensor& values, int64_t key_format, int64_t value_format,
-         const at::Tensor& slots, const at::Tensor& new_keys, const at::Tensor& new_values) {
+         const at::Tensor& slots, const at::Tensor& any_keys, const at::Tensor& any_values) {
+  TORCH_CHECK_VALUE(are_rows(any_keys, slots.numel()) && are_rows(any_values, slots.numel()) && keys.dim() == 4 &&
+                        any_keys.size(1) == any_values.size(1) &&
+                        are_blocks(keys, key_format, any_keys.size(2), any_keys.size(1), keys.size(2)) &&
+                        are_blocks(values, value_format, any_values.size(2), any_values.size(1), keys.size(2)) &&
+                        keys.size(0) == values.size(0),
+                    "keys, values and their new rows do not fit each other");
+  const at::Tensor new_keys = adjacent(any_keys), new_values = adjacent(any_values);
   check_slots(slots, keys);
   check_slots(slots, values);
   const kv::Store stores[] = {store_of(keys, key_format, new_keys.size(2)),

@@ -122,25 +122,22 @@ class CpuKernel(Kernel, Writer):
 
         Raises `ValueError` when shapes do not fit, for slots outside the storage, and where there is no kernel.
         """
-        if keys.array.shape[:3] != values.array.shape[:3]:
-            raise ValueError(
-                f"keys are stored as {tuple(keys.array.shape)} and values as {tuple(values.array.shape)}; expected the "
-                f"same blocks, heads and block size"
+        found = operators()
+        try:
+            if isinstance(found, str):
+                raise ValueError(f"the CPU kernel refuses: {found}")
+            found.put(
+                keys.array,
+                values.array,
+                _FORMATS[keys.format.name],
+                _FORMATS[values.format.name],
+                torch.from_numpy(np.ascontiguousarray(slots, np.int64)),
+                new_keys,
+                new_values,
             )
-        for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
-            expected = (len(slots), stored.array.shape[1], stored.head_dim)
-            if tuple(rows.shape) != expected or rows.dtype not in _DTYPES:
-                seen = f"{rows.dtype} {tuple(rows.shape)}"
-                raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}")
-        _written(keys, values).put(
-            keys.array,
-            values.array,
-            _FORMATS[keys.format.name],
-            _FORMATS[values.format.name],
-            torch.from_numpy(np.ascontiguousarray(slots, np.int64)),
-            new_keys if new_keys.stride(2) == 1 else new_keys.contiguous(),
-            new_values if new_values.stride(2) == 1 else new_values.contiguous(),
-        )
+        except ValueError:
+            _explain_put(keys, values, slots, new_keys, new_values)
+            raise
 
     def shift(self, keys: Stored, slots: NDArray[np.int64], offsets: NDArray[np.int64], rotation: Rotation) -> None:
         """See `Writer.shift`: decoded, turned in f32, encoded. An offset of 0 leaves a row's bytes alone.
@@ -179,6 +176,21 @@ def _explain(queries: Tensor, keys: Stored, values: Stored, batch: AttentionBatc
         f"the batch has {plan.num_rows} queries and names blocks of {batch.block_size} up to {plan.num_blocks - 1}; "
         f"there are {len(queries)} queries and {num_blocks} blocks of {sizes}"
     )
+
+
+def _explain_put(keys: Stored, values: Stored, slots: NDArray[np.int64], new_keys: Tensor, new_values: Tensor) -> None:
+    """Raise `ValueError` that says what does not fit, if that is more than the operator has said."""
+    if keys.array.shape[:3] != values.array.shape[:3]:
+        raise ValueError(
+            f"keys are stored as {tuple(keys.array.shape)} and values as {tuple(values.array.shape)}; expected the "
+            f"same blocks, heads and block size"
+        )
+    for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
+        expected = (len(slots), stored.array.shape[1], stored.head_dim)
+        if tuple(rows.shape) != expected or rows.dtype not in _DTYPES:
+            seen = f"{rows.dtype} {tuple(rows.shape)}"
+            raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}")
+    _written(keys, values)
 
 
 def _written(*storage: Stored) -> Any:

@@ -71,11 +71,11 @@ class Built(NamedTuple):
     seconds: float
 
 
-_loaded: dict[str, Any] = {}  # by KVCACHE_ISA: torch.ops namespace, or why there is none (str)
+_loaded: list[Any] = []  # one at most: torch.ops namespace, or why there is none (str)
 
 
 def build(*, isa: str | None = None, verbose: bool = False) -> Built:
-    """Compiles the kernel for this machine, unless it is there already, and loads it.
+    """Compiles the kernel for this machine, unless it is there already, and loads it: `operators` gives it from now on.
 
     isa: one of `ISAS`; `None`: what `KVCACHE_ISA` names, else the best. verbose: show the compiler's output.
     Raises `ValueError` for an unknown isa and `NotSupported` when it cannot be compiled, with the compiler's words.
@@ -97,7 +97,7 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
         library.set_amx(True)
     if library.uses_amx():
         found += "+amx"
-    _loaded[name] = library
+    _loaded[:] = [library]
     _log.info("CPU kernel: %s, %s", found, path)
     return Built(path, found, 0.0 if exists else time.perf_counter() - started)
 
@@ -183,19 +183,15 @@ def _compile(isa: str, target: Path, verbose: bool) -> None:
 
 def is_loaded() -> bool:
     """Whether `operators` would answer at once, with operators."""
-    found = _loaded.get(os.environ.get("KVCACHE_ISA") or "native")
-    return found is not None and not isinstance(found, str)
+    return bool(_loaded) and not isinstance(_loaded[0], str)
 
 
 def operators() -> Any:
-    """The loaded operators, or why there are none (str), found out once."""
-    name = os.environ.get("KVCACHE_ISA") or "native"
-    found = _loaded.get(name)
-    if found is None:
+    """The operators that were loaded last, or why there are none (str). `KVCACHE_ISA` says which when none were."""
+    if not _loaded:
         try:
             build()
         except (OSError, NotSupported) as error:
             _log.warning("%s; PyTorch's operators are used instead, which are slower", error)
-            _loaded[name] = str(error)
-        found = _loaded[name]
-    return found
+            _loaded[:] = [str(error)]
+    return _loaded[0]
