@@ -168,6 +168,8 @@ def test_rotary_embeddings_asked_for_otherwise_are_the_models_own() -> None:
         ((q, k, cos.float(), sin.float()), {}),
         ((q, k, cos[:1], sin[:1]), {}),  # the same for each of the batch
         ((q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0]), {}),
+        ((q, k[:1], cos, sin), {}),
+        ((q, k, cos, sin[:, :1]), {}),
     ]
     for args, kwargs in asked:
         for got, wanted in zip(turn(*args, **kwargs), own(*args, **kwargs), strict=True):

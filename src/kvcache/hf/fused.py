@@ -204,12 +204,15 @@ def rotary_of(own: Callable[..., Any], library: Any) -> Callable[..., Any] | Non
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if (
             not (args or kwargs or torch.is_grad_enabled())
+            and isinstance(k, Tensor)  # some turn one of both
             and q.dtype is k.dtype is cos.dtype is sin.dtype is torch.bfloat16
             and q.is_cpu
             and q.dim() == 4
             and cos.dim() == 3
-            and (takes_part or cos.shape[2] == q.shape[3])
             and (cos.shape[0], cos.shape[1]) == (q.shape[0], q.shape[2])
+            and (takes_part or cos.shape[2] == q.shape[3])
+            and (k.shape[0], *k.shape[2:]) == (q.shape[0], *q.shape[2:])
+            and sin.shape == cos.shape
         ):
             return library.turn(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **kwargs)

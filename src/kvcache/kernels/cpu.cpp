@@ -143,8 +143,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset
   return to;
 }
 
-// Queries and keys [batch, heads, tokens, dim] turned by cosines and sines [batch, tokens, turned], all of bf16; the results lie in
-// memory as the arguments do.
+// Queries and keys [batch, heads, tokens, dim] turned by cosines and sines [batch, tokens, turned], all of bf16; the results
+// lie in memory as the arguments do.
 std::tuple<at::Tensor, at::Tensor> turn(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& cosines,
                                         const at::Tensor& sines) {
   const int64_t batch = queries.size(0), tokens = queries.size(2), dim = queries.size(3), turned = cosines.size(2);

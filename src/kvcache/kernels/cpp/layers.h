@@ -78,8 +78,8 @@ struct Heads {  // bf16 [batch, heads, tokens, dim], strides in elements, the va
 KV_INLINE float rounded(float x) { return bf16_to_float(float_to_bf16(x)); }
 KV_INLINE vf rounded(vf x) { return bits<vf>(upper_bf16(x)); }
 
-// to = from * cosine + (halves exchanged, the first of them negated) * sine of the first `turned` values of `dim`; the others stay.
-// As PyTorch computes it: products are rounded before they are added.
+// to = from * cosine + (halves exchanged, the first of them negated) * sine, of the first `turned` values of `dim`; the others
+// stay. As PyTorch computes it: products are rounded before they are added.
 inline void turn_row(const uint16_t* from, uint16_t* to, const float* cosine, const float* sine, int turned, int dim) {
   const int half = turned / 2;
   int i = 0;
@@ -96,10 +96,10 @@ inline void turn_row(const uint16_t* from, uint16_t* to, const float* cosine, co
   std::copy(from + turned, from + dim, to + turned);
 }
 
-// Rows of `from` turned into `to`, of queries and of keys. Cosines and sines: [batch, tokens, turned], with one stride for both.
+// Rows of `from` turned into `to`, of queries and of keys. Cosines and sines: [batch, tokens, turned], with the same strides.
 inline void turn(const Heads (&from)[2], const Heads (&to)[2], const uint16_t* cosines, const uint16_t* sines,
                  int64_t batch_stride, int64_t token_stride, int64_t batch, int64_t tokens, int turned, int dim) {
-  const int64_t grain = std::max<int64_t>(1, GRAIN / 4 / ((from[0].heads + from[1].heads) * dim));
+  const int64_t grain = std::max<int64_t>(1, GRAIN / ((from[0].heads + from[1].heads) * dim));
   at::parallel_for(0, batch * tokens, grain, [&](int64_t begin, int64_t end) {
     alignas(64) float cosine[MAX_DIM], sine[MAX_DIM];
     for (int64_t i = begin; i < end; i++) {
