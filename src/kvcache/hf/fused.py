@@ -201,7 +201,7 @@ def rotary_of(own: Callable[..., Any], library: Any) -> Callable[..., Any] | Non
             return None
         takes_part = is_same(64, 32)
 
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def turn(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if (
             not (args or kwargs or torch.is_grad_enabled())
             and isinstance(k, Tensor)  # some turn one of both
