@@ -149,7 +149,7 @@ def test_rotary_embeddings_of_a_part_of_each_row(isa: str) -> None:
     inputs = rows_to_turn(2, 3, 5, 80, 20)
     turn = rotary(modeling_gpt_neox)
     for got, wanted in zip(turn(*inputs), modeling_gpt_neox.apply_rotary_pos_emb(*inputs), strict=True):
-        assert torch.equal(got, wanted)
+        assert torch.equal(got, wanted) and got.stride() == wanted.stride()
     with pytest.raises(RuntimeError, match="must match"):  # as Llama has it
         rotary(modeling_llama)(*inputs)
 
@@ -176,6 +176,34 @@ def test_rotary_embeddings_asked_for_otherwise_are_the_models_own() -> None:
             assert got.dtype is wanted.dtype and torch.equal(got, wanted)
     with torch.enable_grad():
         assert turn(q.clone().requires_grad_(), k, cos, sin)[0].requires_grad
+    for dim in (65, 2048):  # odd, and longer than rows may be
+        cosines = rows_to_turn(1, 1, 2, dim + 1, dim + 1)[2][..., :dim]
+        for got, wanted in zip(
+            *(f(*rows_to_turn(1, 1, 2, dim, dim)[:2], cosines, cosines) for f in (turn, own)), strict=True
+        ):
+            assert torch.equal(got, wanted)
+
+
+def one_or_both(q: Any, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1) -> Any:
+    """As models have it whose indexers turn queries alone."""
+    if k is None:
+        return q * cos.unsqueeze(unsqueeze_dim)
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def test_rotary_embeddings_of_queries_alone_are_the_models_own() -> None:
+    turn: Any = rotary_of(one_or_both, cpu_build.operators())
+    q, k, cos, sin = rows_to_turn(2, 3, 5, 64, 64)
+    assert torch.equal(turn(q, cos=cos, sin=sin), q * cos.unsqueeze(1))
+    assert torch.equal(turn(q, None, cos, sin), q * cos.unsqueeze(1))
+    assert torch.equal(turn(q, k, cos, sin)[1], modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
+def test_script_modules_are_left_alone() -> None:
+    script = torch.jit.script(torch.nn.SiLU())
+    model = torch.nn.ModuleList([script, made(LlamaRMSNorm)])
+    assert len(FusedLayers(model)) == 1
 
 
 def test_the_operator_refuses_rows_that_do_not_fit() -> None:
@@ -187,9 +215,13 @@ def test_the_operator_refuses_rows_that_do_not_fit() -> None:
         (q, k, cos.float(), sin),
         (q[..., :4], k[..., :4], cos, sin),
         (q, k, cos[..., :3], sin[..., :3]),
+        (q[0], k[0], cos, sin),
     ):
         with pytest.raises(ValueError, match="turn"):
-            turn(*wrong)
+            turn(*wrong, True)
+    with pytest.raises(ValueError, match="6 of 8 values"):
+        turn(q, k, cos[..., :6], sin[..., :6], False)
+    assert [x.shape for x in turn(q[:, :0], k[:, :0], cos, sin, True)] == [(2, 0, 5, 8)] * 2
 
 
 def test_attention_with_other_rotary_embeddings_or_a_forward_of_its_own_is_left_alone() -> None:

@@ -374,6 +374,10 @@ def test_batches_beyond_the_storage_raise() -> None:
         CpuKernel().attend(queries, few, keys, world.batch, scale=1.0)
     with pytest.raises(ValueError, match="the batch has 1 queries"):
         CpuKernel().attend(queries.repeat(2, 1, 1), keys, keys, world.batch, scale=1.0)
+    with pytest.raises(ValueError, match=r"refuses: it takes torch queries of f32, f16 or bf16, not torch.float64"):
+        CpuKernel().attend(queries.double(), keys, keys, world.batch, scale=1.0)
+    with pytest.raises(ValueError, match=r"refuses: the values are stored in rows of 32; heads of 30 in f32 have 30"):
+        CpuKernel().attend(queries, keys, Stored(keys.array, keys.format, 30), world.batch, scale=1.0)
     (segment,) = world.batch.segments
     for bad in (
         Segment(segment.rows, segment.block_table[:1], 5, 0, None),
@@ -479,8 +483,21 @@ def test_writes_that_do_not_fit_raise() -> None:
     rows, slots = torch.zeros(2, 3, 64), np.array([0, 28])
     with pytest.raises(ValueError, match=r"slot 28 is outside the storage of 28 slots"):
         CpuKernel().put(keys, values, slots, rows, rows)
-    with pytest.raises(ValueError, match=r"new values are torch.float32 \(2, 3, 32\); expected .* \(2, 3, 64\)"):
+    with pytest.raises(ValueError, match=r"new values are torch.float32 \(2, 3, 32\) \(cpu\); expected .* \(2, 3, 64\)"):
         CpuKernel().put(keys, values, np.array([0, 1]), rows, rows[..., :32])
+    with pytest.raises(ValueError, match=r"new keys are float32 \(2, 3, 64\) \(numpy\)"):
+        CpuKernel().put(keys, values, np.array([0, 1]), rows.numpy(), rows)
+    with pytest.raises(ValueError, match=r"new keys are torch.float32 \(2, 3, 64\) \(meta\)"):
+        CpuKernel().put(keys, values, np.array([0, 1]), rows.to("meta"), rows)
+    with pytest.raises(ValueError, match=r"slots have shape \(1, 2\); expected one for each row"):
+        CpuKernel().put(keys, values, np.array([[0, 1]]), rows, rows)
+    for name, dim in (("bf16", 33), ("f16", 33), ("fp8_e4m3", 35), ("q8_0", 35), ("q4_0", 39)):
+        stored_rows, long = storage(name, 32), torch.zeros(2, 3, dim)  # as many bytes as that, but for a rest
+        with pytest.raises(ValueError, match=rf"new keys are .*{dim}\)"):
+            CpuKernel().put(stored_rows, stored_rows, np.array([0, 1]), long, long)
+    huge = Stored(torch.zeros(2, 3, 4, 4096), keys.format, 4096)
+    with pytest.raises(ValueError, match="at most 1024"):
+        CpuKernel().put(huge, huge, np.array([0, 1]), torch.zeros(2, 3, 4096), torch.zeros(2, 3, 4096))
     with pytest.raises(ValueError, match="slot -1 is outside"):
         CpuKernel().shift(keys, np.array([-1]), np.array([1]), Rotation(np.ones(32), False, 0))
     with pytest.raises(ValueError, match="1 slots, 2 offsets and 33 frequencies"):

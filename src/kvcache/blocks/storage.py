@@ -78,7 +78,8 @@ class BlockStorage:
         have = self._layers.get(layer)
         if have is not None:
             heads, head_dim, value_dim = have.num_heads, have.keys.head_dim, have.values.head_dim
-            if keys.shape == (num_tokens, heads, head_dim) and values.shape == (num_tokens, heads, value_dim):
+            expected = (num_tokens, heads, head_dim), (num_tokens, heads, value_dim)
+            if (tuple(keys.shape), tuple(values.shape)) == expected:
                 return keys, values
         seen = f"keys {list(keys.shape)}, values {list(values.shape)}"
         if len(keys.shape) != 3 or len(values.shape) != 3:

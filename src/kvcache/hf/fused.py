@@ -4,8 +4,8 @@ A model has several root-mean-square norms in each layer, and written in PyTorch
 times, rotary embeddings sixteen; PyTorch's GELU by tanh takes four times as long as ours: what that costs is in
 docs/performance.md. Nobody tells what a layer computes but the layer itself, so each is asked: it must give what one of
 these formulas gives, for rows of many sizes, or is left alone. So are norms that take more than their rows, as Mamba's
-gated ones. Rotary embeddings are no layer but a function that attention calls: attention keeps its own code, over names
-of which one means our operator.
+gated ones. Rotary embeddings are no layer but a function that attention calls: attention keeps its own code, over a
+copy of its module's names in which one means our operator.
 
     norms of Llama and most others    weight * round(x / rms)
     of OLMo 2, Gemma 3n               round(x / rms * weight)
@@ -16,6 +16,7 @@ of which one means our operator.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -156,7 +157,7 @@ def _forward(module: nn.Module, ways: _Ways, library: Any) -> _Layer | None:
 
 def _turns(module: nn.Module) -> bool:
     """Whether it is attention that calls transformers' function for rotary embeddings by its name."""
-    forward: Any = type(module).forward
+    forward: Any = getattr(type(module), "forward", None)  # a script module has none
     return (
         isinstance(forward, FunctionType)
         and _ROTARY in forward.__code__.co_names
@@ -193,7 +194,7 @@ def rotary_of(own: Callable[..., Any], library: Any) -> Callable[..., Any] | Non
             expected = own(*probe)
         except Exception:
             return False  # it takes something else
-        found = library.turn(*probe)
+        found = library.turn(*probe, True)
         return isinstance(expected, tuple) and len(expected) == 2 and all(map(_is_equal, found, expected))
 
     with torch.inference_mode():
@@ -201,21 +202,12 @@ def rotary_of(own: Callable[..., Any], library: Any) -> Callable[..., Any] | Non
             return None
         takes_part = is_same(64, 32)
 
-    def turn(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not (args or kwargs or torch.is_grad_enabled())
-            and isinstance(k, Tensor)  # some turn one of both
-            and q.dtype is k.dtype is cos.dtype is sin.dtype is torch.bfloat16
-            and q.is_cpu
-            and q.dim() == 4
-            and cos.dim() == 3
-            and (cos.shape[0], cos.shape[1]) == (q.shape[0], q.shape[2])
-            and (takes_part or cos.shape[2] == q.shape[3])
-            and (k.shape[0], *k.shape[2:]) == (q.shape[0], *q.shape[2:])
-            and sin.shape == cos.shape
-        ):
-            return library.turn(q, k, cos, sin)
-        return own(q, k, cos, sin, *args, **kwargs)
+    def turn(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and not kwargs and args[2].dtype is torch.bfloat16 and not torch.is_grad_enabled():
+            # Rows of other types and shapes are refused; what they mean the function knows.
+            with contextlib.suppress(ValueError, RuntimeError):
+                return library.turn(*args, takes_part)
+        return own(*args, **kwargs)
 
     return turn
 

@@ -14,7 +14,7 @@ __all__ = ["Replaced", "has_own_forward"]
 
 @final
 class Replaced:
-    """Another forward in the place of a module's own, which arguments other than one tensor still reach.
+    """Another forward in the place of a module's own: for calls with one tensor, or for all.
 
     Copies and pickles of the module have the module's own forward: what stands here knows the module it was made for.
     """

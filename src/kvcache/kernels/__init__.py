@@ -230,7 +230,7 @@ def queries_per_head(
     """How many query heads share one key/value head (G = Hq / H).
 
     Raises `ValueError` for queries and sinks that do not fit the stored keys and values, and for a softcap that is not
-    positive: what every `attend` checks first.
+    positive: what every `attend` refuses.
     """
     check_softcap(softcap)
     num_heads = keys.array.shape[1]

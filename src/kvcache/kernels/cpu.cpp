@@ -1,5 +1,5 @@
-// The operators of the CPU kernel, registered with PyTorch under KVCACHE_NAMESPACE. Checks that cost nothing stand in
-// cpu.py; here the tensors are taken apart, once per call.
+// The operators of the CPU kernel, registered with PyTorch under KVCACHE_NAMESPACE. Here tensors are checked and taken apart,
+// once per call; cpu.py explains what does not fit.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -28,10 +28,12 @@ kv::Rows rows_of(const at::Tensor& rows) {
   return {rows.data_ptr(), rows.stride(0), rows.stride(1), format_of(rows.scalar_type())};
 }
 
-// Whether these are blocks [N,heads,block_size,W] with rows of `dim` values.
+// Whether these are blocks [N,heads,block_size,W] with rows of `dim` values, as cpu.py's `refusal_of` has it.
 bool are_blocks(const at::Tensor& array, int64_t format, int64_t dim, int64_t heads, int64_t block_size) {
-  return array.dim() == 4 && array.is_cpu() && array.size(1) == heads && array.size(2) == block_size &&
-         array.stride(3) == 1 && array.size(3) * array.element_size() == kv::row_bytes(int(format), int(dim));
+  const int64_t multiple = format == kv::F32 ? 1 : format <= kv::BF16 ? 2 : format == kv::FP8 ? 4 : kv::GROUP;
+  return dim > 0 && dim <= kv::MAX_DIM && dim % multiple == 0 && array.dim() == 4 && array.is_cpu() &&
+         array.size(1) == heads && array.size(2) == block_size && array.stride(3) == 1 &&
+         array.size(3) * array.element_size() == kv::row_bytes(int(format), int(dim));
 }
 
 // Whether these are rows [n,H,D] of f32, f16 or bf16.
@@ -44,12 +46,12 @@ bool are_rows(const at::Tensor& array, int64_t n) {
 at::Tensor adjacent(const at::Tensor& rows) { return rows.stride(2) == 1 ? rows : rows.contiguous(); }
 
 // `plan`: what cpu.py made of an AttentionBatch: segments int64 [n,6], then int32 arrays: block tables, rows, positions,
-// bounds, begins, ends. It names blocks below `num_blocks`. cpu.py says more about what does not fit.
+// bounds, begins, ends. It names blocks below `num_blocks`.
 at::Tensor attend(const at::Tensor& any_queries, const at::Tensor& keys, const at::Tensor& values, int64_t key_format,
                   int64_t value_format, int64_t value_dim, at::TensorList plan, int64_t num_blocks, int64_t block_size,
                   double scale, double softcap, const std::optional<at::Tensor>& sinks) {
   const int64_t heads = are_rows(any_queries, plan[5].numel()) && keys.dim() == 4 ? keys.size(1) : 0;
-  TORCH_CHECK_VALUE(heads > 0 && any_queries.size(1) % heads == 0 &&
+  TORCH_CHECK_VALUE(heads > 0 && any_queries.size(1) > 0 && any_queries.size(1) % heads == 0 &&
                         are_blocks(keys, key_format, any_queries.size(2), heads, block_size) &&
                         are_blocks(values, value_format, value_dim, heads, block_size) &&
                         num_blocks <= std::min(keys.size(0), values.size(0)),
@@ -93,11 +95,11 @@ void check_slots(const at::Tensor& slots, const at::Tensor& storage) {
     TORCH_CHECK_VALUE(slot[i] >= 0 && slot[i] < end, "slot ", slot[i], " is outside the storage of ", end, " slots");
 }
 
-// Encodes new_keys [n,H,D] and new_values [n,H,Dv] into their slots of the storage. As above, cpu.py says more.
+// Encodes new_keys [n,H,D] and new_values [n,H,Dv] into their slots of the storage.
 void put(const at::Tensor& keys, const at::Tensor& values, int64_t key_format, int64_t value_format,
          const at::Tensor& slots, const at::Tensor& any_keys, const at::Tensor& any_values) {
-  TORCH_CHECK_VALUE(are_rows(any_keys, slots.numel()) && are_rows(any_values, slots.numel()) && keys.dim() == 4 &&
-                        any_keys.size(1) == any_values.size(1) &&
+  TORCH_CHECK_VALUE(slots.dim() == 1 && are_rows(any_keys, slots.numel()) && are_rows(any_values, slots.numel()) &&
+                        keys.dim() == 4 && any_keys.size(1) == any_values.size(1) &&
                         are_blocks(keys, key_format, any_keys.size(2), any_keys.size(1), keys.size(2)) &&
                         are_blocks(values, value_format, any_values.size(2), any_values.size(1), keys.size(2)) &&
                         keys.size(0) == values.size(0),
@@ -143,10 +145,11 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset
   return to;
 }
 
-// Queries and keys [batch, heads, tokens, dim] turned by cosines and sines [batch, tokens, turned], all of bf16; the results
-// lie in memory as the arguments do.
+// Queries and keys [batch, heads, tokens, dim] turned by cosines and sines [batch, tokens, turned], all of bf16. As PyTorch's
+// operators leave them, rows that are turned as a whole lie in memory as before, and others are contiguous.
 std::tuple<at::Tensor, at::Tensor> turn(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& cosines,
-                                        const at::Tensor& sines) {
+                                        const at::Tensor& sines, bool takes_part) {
+  TORCH_CHECK_VALUE(queries.dim() == 4 && keys.dim() == 4 && cosines.dim() == 3, "turn takes [batch, heads, tokens, dim]");
   const int64_t batch = queries.size(0), tokens = queries.size(2), dim = queries.size(3), turned = cosines.size(2);
   const auto check = [&](const at::Tensor& t, at::IntArrayRef shape) {
     TORCH_CHECK_VALUE(t.sizes() == shape && t.scalar_type() == at::kBFloat16 && t.is_cpu(), "turn takes bfloat16 ", shape,
@@ -156,9 +159,13 @@ std::tuple<at::Tensor, at::Tensor> turn(const at::Tensor& queries, const at::Ten
   check(keys, {batch, keys.size(1), tokens, dim});
   check(cosines, {batch, tokens, turned});
   check(sines, {batch, tokens, turned});
-  TORCH_CHECK_VALUE(turned % 2 == 0 && turned <= dim && dim <= kv::MAX_DIM, turned, " of ", dim, " values of a row to turn");
+  TORCH_CHECK_VALUE(turned % 2 == 0 && (takes_part ? turned <= dim : turned == dim) && dim <= kv::MAX_DIM, turned, " of ", dim,
+                    " values of a row to turn");
   const at::Tensor from[] = {dense_rows(queries), dense_rows(keys)};
-  const at::Tensor to[] = {at::empty_like(from[0]), at::empty_like(from[1])};
+  const auto result = [&](const at::Tensor& t) {
+    return turned == dim ? at::empty_like(t) : at::empty(t.sizes(), t.options());
+  };
+  const at::Tensor to[] = {result(from[0]), result(from[1])};
   const auto heads = [](const at::Tensor& t) {
     return kv::Heads{static_cast<uint16_t*>(t.data_ptr()), t.stride(0), t.stride(1), t.stride(2), t.size(1)};
   };
@@ -245,5 +252,5 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("gelu_tanh(Tensor x) -> Tensor", gelu_tanh);
   library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear);
   library.def("rms_norm(Tensor x, Tensor weight, float offset, float eps, bool rounds_first) -> Tensor", rms_norm);
-  library.def("turn(Tensor queries, Tensor keys, Tensor cosines, Tensor sines) -> (Tensor, Tensor)", turn);
+  library.def("turn(Tensor queries, Tensor keys, Tensor cosines, Tensor sines, bool takes_part) -> (Tensor, Tensor)", turn);
 }

@@ -1,7 +1,7 @@
 """Attention over paged storage on the CPU, in C++ that is compiled for this very machine; and writing into the storage.
 
-What happens is in C++: read `cpp/attend.h` first. Here arrays are checked, and an `AttentionBatch` becomes flat integer
-tensors, once for all layers of a pass. `cpu_build.py` compiles.
+What happens is in C++: read `cpp/attend.h` first. Here an `AttentionBatch` becomes flat integer tensors, once for all
+layers of a pass, and what the operators refuse is explained. `cpu_build.py` compiles.
 
 Arithmetic follows the queries: f32 and f16 queries are computed in f32 throughout; bf16 queries use bf16 products with
 f32 sums where the CPU has them and the format is exact in bf16 (bf16, fp8_e4m3, and the integers of q8_0 and q4_0; AMX
@@ -106,8 +106,25 @@ class CpuKernel(Kernel, Writer):
                 None if sinks is None else sinks.to(device="cpu", dtype=torch.float32).contiguous(),
             )
         except ValueError:
-            _explain(queries, keys, values, batch, plan)
+            self._explain(queries, keys, values, batch, plan)
         return out if queries.is_cpu else out.to(queries.device)
+
+    def _explain(self, queries: Tensor, keys: Stored, values: Stored, batch: AttentionBatch, plan: _Plan) -> NoReturn:
+        """Raise `ValueError` that says what does not fit, of what the operator has refused.
+
+        It looks first and this comes after: between operators that read hundreds of megabytes nothing of Python is in
+        the caches, and these few lines took 25 µs of each call.
+        """
+        queries_per_head(queries, keys, values)
+        refused = self.refusal(queries, keys, values) or _misfit("keys", keys) or _misfit("values", values)
+        if refused is not None:
+            raise ValueError(f"the CPU kernel refuses: {refused}")
+        shapes = keys.array.shape, values.array.shape
+        num_blocks, sizes = min(shapes[0][0], shapes[1][0]), {shapes[0][2], shapes[1][2]}
+        raise ValueError(
+            f"the batch has {plan.num_rows} queries and names blocks of {batch.block_size} up to "
+            f"{plan.num_blocks - 1}; there are {len(queries)} queries and {num_blocks} blocks of {sizes}"
+        )
 
     def writes(self, storage: Sequence[Stored], rows: Sequence[Array] = ()) -> bool:
         """See `Writer.writes`."""
@@ -135,7 +152,7 @@ class CpuKernel(Kernel, Writer):
                 new_keys,
                 new_values,
             )
-        except ValueError:
+        except (ValueError, RuntimeError):  # what is no tensor is a RuntimeError
             _explain_put(keys, values, slots, new_keys, new_values)
             raise
 
@@ -163,18 +180,13 @@ class CpuKernel(Kernel, Writer):
         )
 
 
-def _explain(queries: Tensor, keys: Stored, values: Stored, batch: AttentionBatch, plan: _Plan) -> NoReturn:
-    """Raise `ValueError` that says what does not fit, of what the operator has refused.
-
-    It looks first and this comes after: between operators that read hundreds of megabytes nothing of Python is in the
-    caches, and these few lines took 15 µs of each call.
-    """
-    queries_per_head(queries, keys, values)
-    shapes = keys.array.shape, values.array.shape
-    num_blocks, sizes = min(shapes[0][0], shapes[1][0]), {shapes[0][2], shapes[1][2]}
-    raise ValueError(
-        f"the batch has {plan.num_rows} queries and names blocks of {batch.block_size} up to {plan.num_blocks - 1}; "
-        f"there are {len(queries)} queries and {num_blocks} blocks of {sizes}"
+def _misfit(what: str, stored: Stored) -> str | None:
+    """Whether the rows are not those of the format and head size that they are said to have."""
+    width, expected = stored.array.shape[3], stored.format.row_width(stored.head_dim)
+    if width == expected:
+        return None
+    return (
+        f"the {what} are stored in rows of {width}; heads of {stored.head_dim} in {stored.format.name} have {expected}"
     )
 
 
@@ -185,12 +197,19 @@ def _explain_put(keys: Stored, values: Stored, slots: NDArray[np.int64], new_key
             f"keys are stored as {tuple(keys.array.shape)} and values as {tuple(values.array.shape)}; expected the "
             f"same blocks, heads and block size"
         )
-    for what, stored, rows in (("keys", keys, new_keys), ("values", values, new_values)):
+    if slots.ndim != 1:
+        raise ValueError(f"slots have shape {slots.shape}; expected one for each row, [n]")
+    given: tuple[tuple[str, Stored, Any], ...] = (("keys", keys, new_keys), ("values", values, new_values))
+    for what, stored, rows in given:
         expected = (len(slots), stored.array.shape[1], stored.head_dim)
-        if tuple(rows.shape) != expected or rows.dtype not in _DTYPES:
-            seen = f"{rows.dtype} {tuple(rows.shape)}"
-            raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}")
+        where = rows.device if isinstance(rows, Tensor) else type(rows).__module__
+        seen = f"{rows.dtype} {tuple(rows.shape)} ({where})"
+        if str(where) != "cpu" or rows.dtype not in _DTYPES or tuple(rows.shape) != expected:
+            raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}, tensors on the CPU")
     _written(keys, values)
+    refused = _misfit("keys", keys) or _misfit("values", values)
+    if refused is not None:
+        raise ValueError(f"the CPU kernel refuses: {refused}")
 
 
 def _written(*storage: Stored) -> Any:

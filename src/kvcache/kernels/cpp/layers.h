@@ -99,7 +99,7 @@ inline void turn_row(const uint16_t* from, uint16_t* to, const float* cosine, co
 // Rows of `from` turned into `to`, of queries and of keys. Cosines and sines: [batch, tokens, turned], with the same strides.
 inline void turn(const Heads (&from)[2], const Heads (&to)[2], const uint16_t* cosines, const uint16_t* sines,
                  int64_t batch_stride, int64_t token_stride, int64_t batch, int64_t tokens, int turned, int dim) {
-  const int64_t grain = std::max<int64_t>(1, GRAIN / ((from[0].heads + from[1].heads) * dim));
+  const int64_t values = (from[0].heads + from[1].heads) * dim, grain = std::max<int64_t>(1, GRAIN / (values + 1));
   at::parallel_for(0, batch * tokens, grain, [&](int64_t begin, int64_t end) {
     alignas(64) float cosine[MAX_DIM], sine[MAX_DIM];
     for (int64_t i = begin; i < end; i++) {
