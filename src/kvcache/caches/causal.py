@@ -111,7 +111,7 @@ class CausalCache(Cache):
         if forward.is_reserved:
             return self._storage.backend.zeros((shape[0], shape[1], value_dim), "f32", layer)
         stored = self._storage.layer(layer)
-        kind = queries.dtype, stored.kind
+        kind = kernels.forced(), queries.dtype, stored.kind
         kernel = forward.kernels.get(kind)
         if kernel is None:
             kernel = forward.kernels[kind] = kernels.choose(queries, stored.keys, stored.values)
@@ -328,7 +328,7 @@ class CausalCache(Cache):
         """Accepted rows into slots."""
         made = self._storage.made(layer, keys, values)
         writers = self._forward.writers if self._forward else {}
-        kind = keys.dtype, values.dtype, made.kind
+        kind = kernels.forced(), keys.dtype, values.dtype, made.kind
         writer = writers.get(kind) or kernels.writer((made.keys, made.values), (keys, values))
         if writer is None:  # attention may load one before the next layer
             self._storage.write(layer, slots, keys, values)

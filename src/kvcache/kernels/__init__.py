@@ -45,6 +45,7 @@ __all__ = [
     "Writer",
     "check_softcap",
     "choose",
+    "forced",
     "queries_per_head",
     "writer",
 ]
@@ -183,13 +184,18 @@ class Planner(ABC):
         """
 
 
+def forced() -> str | None:
+    """The kernel that `KVCACHE_KERNEL` names at this moment, if any."""
+    return os.environ.get("KVCACHE_KERNEL") or None
+
+
 def writer(storage: Sequence[Stored], rows: Sequence[Array] = ()) -> Writer | None:
     """The kernel that writes such rows to this storage; `None` where the storage does it itself.
 
     One that attention has loaded already: nobody waits for a compiler to write rows. Follows `KVCACHE_KERNEL`.
     """
-    forced = os.environ.get("KVCACHE_KERNEL")
-    for name in (forced,) if forced else KERNELS:
+    wanted = forced()
+    for name in (wanted,) if wanted else KERNELS:
         kernel: object = _loaded.get(name)
         if isinstance(kernel, Writer) and kernel.writes(storage, rows):
             return kernel
@@ -201,14 +207,14 @@ def choose(queries: Array, keys: Stored, values: Stored) -> Kernel:
 
     Raises `ValueError` when that is no kernel's name, or names a kernel that cannot read them.
     """
-    forced = os.environ.get("KVCACHE_KERNEL")
-    if forced:
-        if forced not in _KERNELS:
-            raise ValueError(f"KVCACHE_KERNEL is {forced!r}; expected one of {', '.join(KERNELS)}, or leave it unset")
-        chosen = _candidate(forced, queries, keys, values)
+    wanted = forced()
+    if wanted:
+        if wanted not in _KERNELS:
+            raise ValueError(f"KVCACHE_KERNEL is {wanted!r}; expected one of {', '.join(KERNELS)}, or leave it unset")
+        chosen = _candidate(wanted, queries, keys, values)
         if isinstance(chosen, str):
             raise ValueError(
-                f"KVCACHE_KERNEL is {forced!r}, and that kernel refuses: {chosen}; leave it unset to choose"
+                f"KVCACHE_KERNEL is {wanted!r}, and that kernel refuses: {chosen}; leave it unset to choose"
             )
         return chosen
     for name in KERNELS:
