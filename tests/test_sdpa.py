@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -81,7 +84,7 @@ def test_blocks_in_a_row_are_not_copied() -> None:
     assert sdpa._gather(keys, tile, 64).data_ptr() == block[:, tile.begin].data_ptr()
 
 
-def test_a_batch_is_planned_once() -> None:
+def test_a_batch_is_planned_once_and_plans_die_with_it() -> None:
     kernel = sdpa.SdpaKernel()
     world = make_world(Shape(), [prefill(9, 3)], seed=24)
     keys, values = (stored("torch", raw, "f32", world.seen_slots) for raw in (world.keys, world.values))
@@ -90,3 +93,8 @@ def test_a_batch_is_planned_once() -> None:
         kernel.attend(array("torch", world.queries), keys, values, world.batch, scale=1.0)
         plans.append(world.batch.plans[kernel][torch.device("cpu")])
     assert plans[0] is plans[1] is plans[2]
+    parts = [getattr(tile, name) for tile in plans[0] for name in ("rows", "blocks", "slots", "mask")]
+    alive = [weakref.ref(part) for part in parts if isinstance(part, torch.Tensor)]
+    del world, plans, parts
+    gc.collect()
+    assert alive and not any(part() is not None for part in alive)

@@ -49,12 +49,14 @@ at::Tensor adjacent(const at::Tensor& rows) { return rows.stride(2) == 1 ? rows 
 // bounds, begins, ends. It names blocks below `num_blocks`.
 at::Tensor attend(const at::Tensor& any_queries, const at::Tensor& keys, const at::Tensor& values, int64_t key_format,
                   int64_t value_format, int64_t value_dim, at::TensorList plan, int64_t num_blocks, int64_t block_size,
-                  double scale, double softcap, const std::optional<at::Tensor>& sinks) {
+                  double scale, std::optional<double> softcap, const std::optional<at::Tensor>& sinks) {
   const int64_t heads = are_rows(any_queries, plan[5].numel()) && keys.dim() == 4 ? keys.size(1) : 0;
   TORCH_CHECK_VALUE(heads > 0 && any_queries.size(1) > 0 && any_queries.size(1) % heads == 0 &&
                         are_blocks(keys, key_format, any_queries.size(2), heads, block_size) &&
                         are_blocks(values, value_format, value_dim, heads, block_size) &&
-                        num_blocks <= std::min(keys.size(0), values.size(0)),
+                        num_blocks <= std::min(keys.size(0), values.size(0)) &&
+                        (!softcap.has_value() || (*softcap > 0.0 && std::isfinite(*softcap))) &&
+                        (!sinks.has_value() || (sinks->dim() == 1 && sinks->numel() == any_queries.size(1))),
                     "queries, keys, values and the batch do not fit each other");
   const at::Tensor queries = adjacent(any_queries);
   const bool covers_all = plan[2].numel() == queries.size(0);  // a row of no segment sees nothing
@@ -82,7 +84,7 @@ at::Tensor attend(const at::Tensor& any_queries, const at::Tensor& keys, const a
   problem.heads = int(keys.size(1));
   problem.group = int(queries.size(1) / keys.size(1));
   problem.scale = float(scale);
-  problem.softcap = float(softcap);
+  problem.softcap = float(softcap.value_or(0.0));
   problem.sinks = sinks.has_value() ? sinks->data_ptr<float>() : nullptr;
   kv::Attention(problem).run();
   return output;
@@ -171,8 +173,8 @@ std::tuple<at::Tensor, at::Tensor> turn(const at::Tensor& queries, const at::Ten
   };
   const at::Tensor cosine = cosines.contiguous(), sine = sines.contiguous();
   const kv::Heads sources[] = {heads(from[0]), heads(from[1])}, results[] = {heads(to[0]), heads(to[1])};
-  kv::turn(sources, results, static_cast<uint16_t*>(cosine.data_ptr()), static_cast<uint16_t*>(sine.data_ptr()),
-           cosine.stride(0), cosine.stride(1), batch, tokens, int(turned), int(dim));
+  kv::turn(sources, results, static_cast<uint16_t*>(cosine.data_ptr()), static_cast<uint16_t*>(sine.data_ptr()), batch,
+           tokens, int(turned), int(dim));
   return {to[0], to[1]};
 }
 
@@ -239,7 +241,7 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("set_amx", set_amx);
   library.def(
       "attend(Tensor queries, Tensor keys, Tensor values, int key_format, int value_format, int value_dim, "
-      "Tensor[] plan, int num_blocks, int block_size, float scale, float softcap, Tensor? sinks) -> Tensor",
+      "Tensor[] plan, int num_blocks, int block_size, float scale, float? softcap, Tensor? sinks) -> Tensor",
       attend);
   library.def(
       "put(Tensor(a!) keys, Tensor(b!) values, int key_format, int value_format, Tensor slots, Tensor new_keys, "

@@ -52,6 +52,12 @@ def refusal_of(what: str, stored: Stored) -> str | None:
             f"it reads rows of adjacent values, at most {MAX_DIM} and a multiple of {multiple} in "
             f"{stored.format.name}, and the {what} have heads of {stored.head_dim}"
         )
+    width, expected = array.shape[3], stored.format.row_width(stored.head_dim)
+    if width != expected:
+        return (
+            f"the {what} are stored in rows of {width}; heads of {stored.head_dim} in {stored.format.name} "
+            f"have {expected}"
+        )
     return None
 
 
@@ -88,8 +94,6 @@ class CpuKernel(Kernel, Writer):
         plan: _Plan | None = batch.plans.get(self)
         if plan is None:
             plan = batch.plans[self] = _plan(batch)
-        if softcap is not None or sinks is not None or not queries.is_cpu:
-            queries_per_head(queries, keys, values, sinks, softcap)
         try:
             out: Tensor = plan.attend(
                 queries if queries.is_cpu else queries.cpu(),
@@ -102,10 +106,11 @@ class CpuKernel(Kernel, Writer):
                 plan.num_blocks,
                 batch.block_size,
                 scale,
-                softcap or 0.0,
+                softcap,
                 None if sinks is None else sinks.to(device="cpu", dtype=torch.float32).contiguous(),
             )
         except ValueError:
+            queries_per_head(queries, keys, values, sinks, softcap)
             self._explain(queries, keys, values, batch, plan)
         return out if queries.is_cpu else out.to(queries.device)
 
@@ -113,12 +118,9 @@ class CpuKernel(Kernel, Writer):
         """Raise `ValueError` that says what does not fit, of what the operator has refused.
 
         It looks first and this comes after: between operators that read hundreds of megabytes nothing of Python is in
-        the caches, and these few lines took 25 µs of each call.
+        the caches, and checks in Python took 25 µs of each call.
         """
-        queries_per_head(queries, keys, values)
-        refused = self.refusal(queries, keys, values) or _misfit("keys", keys) or _misfit("values", values)
-        if refused is not None:
-            raise ValueError(f"the CPU kernel refuses: {refused}")
+        _refuse(self.refusal(queries, keys, values))
         shapes = keys.array.shape, values.array.shape
         num_blocks, sizes = min(shapes[0][0], shapes[1][0]), {shapes[0][2], shapes[1][2]}
         raise ValueError(
@@ -139,11 +141,8 @@ class CpuKernel(Kernel, Writer):
 
         Raises `ValueError` when shapes do not fit, for slots outside the storage, and where there is no kernel.
         """
-        found = operators()
         try:
-            if isinstance(found, str):
-                raise ValueError(f"the CPU kernel refuses: {found}")
-            found.put(
+            _operators().put(
                 keys.array,
                 values.array,
                 _FORMATS[keys.format.name],
@@ -180,16 +179,6 @@ class CpuKernel(Kernel, Writer):
         )
 
 
-def _misfit(what: str, stored: Stored) -> str | None:
-    """Whether the rows are not those of the format and head size that they are said to have."""
-    width, expected = stored.array.shape[3], stored.format.row_width(stored.head_dim)
-    if width == expected:
-        return None
-    return (
-        f"the {what} are stored in rows of {width}; heads of {stored.head_dim} in {stored.format.name} have {expected}"
-    )
-
-
 def _explain_put(keys: Stored, values: Stored, slots: NDArray[np.int64], new_keys: Tensor, new_values: Tensor) -> None:
     """Raise `ValueError` that says what does not fit, if that is more than the operator has said."""
     if keys.array.shape[:3] != values.array.shape[:3]:
@@ -202,26 +191,29 @@ def _explain_put(keys: Stored, values: Stored, slots: NDArray[np.int64], new_key
     given: tuple[tuple[str, Stored, Any], ...] = (("keys", keys, new_keys), ("values", values, new_values))
     for what, stored, rows in given:
         expected = (len(slots), stored.array.shape[1], stored.head_dim)
-        where = rows.device if isinstance(rows, Tensor) else type(rows).__module__
-        seen = f"{rows.dtype} {tuple(rows.shape)} ({where})"
-        if str(where) != "cpu" or rows.dtype not in _DTYPES or tuple(rows.shape) != expected:
+        where = str(rows.device if isinstance(rows, Tensor) else type(rows).__module__)
+        if where != "cpu" or rows.dtype not in _DTYPES or tuple(rows.shape) != expected:
+            seen = f"{rows.dtype} {tuple(rows.shape)}" + (f" ({where})" if where != "cpu" else "")
             raise ValueError(f"new {what} are {seen}; expected f32, f16 or bf16 {expected}, tensors on the CPU")
     _written(keys, values)
-    refused = _misfit("keys", keys) or _misfit("values", values)
-    if refused is not None:
-        raise ValueError(f"the CPU kernel refuses: {refused}")
 
 
 def _written(*storage: Stored) -> Any:
     """The operators, for storage that they can write."""
     for stored in storage:
-        refused = refusal_of("arrays", stored)
-        if refused is not None:
-            raise ValueError(f"the CPU kernel refuses: {refused}")
+        _refuse(refusal_of("arrays", stored))
+    return _operators()
+
+
+def _operators() -> Any:
     found = operators()
-    if isinstance(found, str):
-        raise ValueError(f"the CPU kernel refuses: {found}")
+    _refuse(found if isinstance(found, str) else None)
     return found
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise ValueError(f"the CPU kernel refuses: {reason}")
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

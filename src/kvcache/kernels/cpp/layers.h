@@ -96,16 +96,16 @@ inline void turn_row(const uint16_t* from, uint16_t* to, const float* cosine, co
   std::copy(from + turned, from + dim, to + turned);
 }
 
-// Rows of `from` turned into `to`, of queries and of keys. Cosines and sines: [batch, tokens, turned], with the same strides.
+// Rows of `from` turned into `to`, of queries and of keys, by cosines and sines [batch, tokens, turned].
 inline void turn(const Heads (&from)[2], const Heads (&to)[2], const uint16_t* cosines, const uint16_t* sines,
-                 int64_t batch_stride, int64_t token_stride, int64_t batch, int64_t tokens, int turned, int dim) {
+                 int64_t batch, int64_t tokens, int turned, int dim) {
   const int64_t values = (from[0].heads + from[1].heads) * dim, grain = std::max<int64_t>(1, GRAIN / (values + 1));
   at::parallel_for(0, batch * tokens, grain, [&](int64_t begin, int64_t end) {
     alignas(64) float cosine[MAX_DIM], sine[MAX_DIM];
     for (int64_t i = begin; i < end; i++) {
-      const int64_t b = i / tokens, t = i % tokens, at = b * batch_stride + t * token_stride;
-      read_row(cosines, at, BF16, turned, cosine);
-      read_row(sines, at, BF16, turned, sine);
+      const int64_t b = i / tokens, t = i % tokens;
+      read_row(cosines, i * turned, BF16, turned, cosine);
+      read_row(sines, i * turned, BF16, turned, sine);
       for (int side = 0; side < 2; side++)
         for (int64_t h = 0; h < from[side].heads; h++)
           turn_row(from[side].row(b, h, t), to[side].row(b, h, t), cosine, sine, turned, dim);
