@@ -191,6 +191,10 @@ def test_a_wrong_environment_does_not_pass_for_the_models_failing(monkeypatch: p
     monkeypatch.setenv("KVCACHE_ISA", "avx1024")
     with pytest.raises(ValueError, match="KVCACHE_ISA is 'avx1024'; expected one of avx512"):
         Engine(made(OTHERS["a head for a decoder"]), kv_bytes="4MiB")
+    monkeypatch.delenv("KVCACHE_ISA")
+    monkeypatch.setenv("KVCACHE_KERNEL", "cqu")
+    with pytest.raises(ValueError, match=r"^KVCACHE_KERNEL is 'cqu'; expected one of triton, cpu, "):
+        Engine(made(OTHERS["a head for a decoder"]), kv_bytes="4MiB")
 
 
 @pytest.mark.parametrize("what", CHANGING)

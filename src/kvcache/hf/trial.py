@@ -13,6 +13,7 @@ from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout, layout_of
 from kvcache.hf.runner import EncoderStates, Runner, Work
 from kvcache.hf.runner_call import encoder_width
+from kvcache.kernels import WrongKernel
 from kvcache.kernels.cpu_build import isa_name
 
 __all__ = ["tried_layout", "two_tokens"]
@@ -24,8 +25,8 @@ def tried_layout(model: PreTrainedModel) -> Layout:
     """The layout under which a model runs, found by running three tokens.
 
     One that fails may do with rows of one length in a call, or else with its own attention over whole keys. Raises
-    `NotSupported` for one that fails in all three ways, `ValueError` for a wrong `KVCACHE_ISA`, and what `layout_of`
-    raises.
+    `NotSupported` for one that fails in all three ways, `ValueError` for a wrong `KVCACHE_ISA` or `KVCACHE_KERNEL`, and
+    what `layout_of` raises.
     """
     isa_name()  # what is wrong with the environment must not pass for the model's failing
     layout = layout_of(model)
@@ -59,7 +60,7 @@ def _failure(runner: Runner, first: Work) -> Exception | None:
     try:
         runner.forward([first])
         runner.forward([Work(first.sequence, len(first.tokens), first.tokens[:1])])
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError, WrongKernel):
         raise
     except Exception as error:
         return error

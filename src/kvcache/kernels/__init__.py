@@ -43,6 +43,7 @@ __all__ = [
     "Rotation",
     "Segment",
     "Writer",
+    "WrongKernel",
     "check_softcap",
     "choose",
     "forced",
@@ -184,6 +185,10 @@ class Planner(ABC):
         """
 
 
+class WrongKernel(ValueError):
+    """`KVCACHE_KERNEL` names no kernel, or one that refuses: nobody's fault but the environment's."""
+
+
 def forced() -> str | None:
     """The kernel that `KVCACHE_KERNEL` names at this moment, if any."""
     return os.environ.get("KVCACHE_KERNEL") or None
@@ -205,15 +210,15 @@ def writer(storage: Sequence[Stored], rows: Sequence[Array] = ()) -> Writer | No
 def choose(queries: Array, keys: Stored, values: Stored) -> Kernel:
     """The fastest kernel that reads these arrays, or the one that `KVCACHE_KERNEL` names.
 
-    Raises `ValueError` when that is no kernel's name, or names a kernel that cannot read them.
+    Raises `WrongKernel` when that is no kernel's name, or names a kernel that cannot read them.
     """
     wanted = forced()
     if wanted:
         if wanted not in _KERNELS:
-            raise ValueError(f"KVCACHE_KERNEL is {wanted!r}; expected one of {', '.join(KERNELS)}, or leave it unset")
+            raise WrongKernel(f"KVCACHE_KERNEL is {wanted!r}; expected one of {', '.join(KERNELS)}, or leave it unset")
         chosen = _candidate(wanted, queries, keys, values)
         if isinstance(chosen, str):
-            raise ValueError(
+            raise WrongKernel(
                 f"KVCACHE_KERNEL is {wanted!r}, and that kernel refuses: {chosen}; leave it unset to choose"
             )
         return chosen
