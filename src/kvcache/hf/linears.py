@@ -2,11 +2,12 @@
 
     rows of x   with AMX (`cpp/amx.h`)   bf16 products without AMX       other x86
     few         ours: up to 128          ours: up to 4 (32 without)      ours: up to 32
-    more        PyTorch's                oneDNN's over packed copies     PyTorch's
+    more        PyTorch's                oneDNN's over packed copies     PyTorch's of f32, widened part by part
 
 Ours (`cpp/products.h`) reads weights as they lie, for one row at nine tenths of the speed of memory; PyTorch takes
 twice as long. oneDNN is fast over a layout of its own: a packed copy of each weight lies beside the model's while a
-runner is open, where that is worth its memory. Decision 16 has what each takes.
+runner is open, where that is worth its memory. On x86 without bf16 products PyTorch's own of bf16 are slow loops, and
+of f32 they are a library's: weights become f32 for as long as they are multiplied with. Decision 16 has what each takes.
 
 oneDNN's operators are those that torch.compile puts into models that it freezes: `_reorder_linear_weight` and
 `_linear_pointwise` of `torch.ops.mkldnn`. A compiler of ours (`compiled.py`) sees `kvcache::linear` instead.
@@ -34,6 +35,9 @@ MEMORY_SHARE = 2
 """Packed copies take at most half of the memory that is available."""
 FEW_WITH_UNIT, FEW, FEW_BESIDE_COPIES = 128, 32, 4
 """Rows up to which ours is faster than PyTorch's with AMX and without, and than oneDNN's over packed copies without."""
+
+WIDENED = 2**21
+"""Weights that are f32 at a time: 8 MiB, most of which stays in the caches."""
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +143,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.numel() <= _most_rows(library, copy is not None) * x.shape[-1]:
         product: Tensor = library.linear(x, weight, bias)
         return product
-    return nn.functional.linear(x, weight, bias) if copy is None else _packed_product(x, copy.packed, bias)
+    if copy is not None:
+        return _packed_product(x, copy.packed, bias)
+    return _widened_product(x, weight, bias) if _widening_helps() else nn.functional.linear(x, weight, bias)
 
 
 @cache
@@ -158,6 +164,24 @@ def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     rows = nn.functional.pad(x.reshape(num_rows, x.shape[-1]), (0, 0, 0, missing)) if missing else x
     product: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")
     return product[:num_rows].view(*x.shape[:-1], product.shape[-1]) if missing else product
+
+
+def _widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows, added = x.float(), None if bias is None else bias.float()
+    step = max(1, WIDENED // weight.shape[1])
+    if step >= weight.shape[0]:
+        return nn.functional.linear(rows, weight.float(), added).bfloat16()
+    product = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    for begin in range(0, weight.shape[0], step):
+        part = slice(begin, begin + step)
+        product[..., part] = nn.functional.linear(rows, weight[part].float(), None if added is None else added[part])
+    return product
+
+
+@cache
+def _widening_helps() -> bool:
+    """On x86 without bf16 products."""
+    return platform.machine() in ("x86_64", "AMD64") and not torch.cpu._is_avx512_bf16_supported()
 
 
 def _packing_helps() -> bool:

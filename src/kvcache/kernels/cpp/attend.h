@@ -234,7 +234,8 @@ class Attention {
     if (shape.in_lanes(rows_of_head(task))) return s.lanes.reserve(heads, rows_of_head(task), depth, shape.values.width);
 #endif
     const bool in_unit = shape.scores_amx(rows_of_head(task)), wide = sweeps(task) && sweeps_unit(task);
-    s.queries.reserve(in_unit ? size_t(heads) * columns_of(rows_of_head(task)) * (depth / 2) + EDGE : rows * shape.key_dim);
+    s.queries.reserve(in_unit ? size_t(heads) * columns_of(rows_of_head(task)) * (depth / 2) + EDGE
+                              : rows * std::max(shape.key_dim, shape.keys.query_width));
     s.tile.reserve(size_t(TILE) * std::max(depth, shape.values.width));
     s.key_scales.reserve(size_t(TILE) * (shape.key_dim / GROUP + 1));
     s.value_scales.reserve(size_t(TILE) * (shape.value_dim / GROUP + 1));
@@ -243,12 +244,13 @@ class Attention {
     if (wide && !in_unit) s.operands.reserve(size_t(heads) * query_words(shape.key_dim, rows_of_head(task)));
 #endif
     const size_t tiles = wide ? UNIT_SWEEP * (WIDE / TILE) : sweeps(task) ? SWEEP : 1;  // whose weights are held at a time
-    const size_t groups = shape.values.scaled ? size_t(shape.value_dim / GROUP) : 1;
+    const bool weighs = shape.weighs(rows_of_head(task));
+    const size_t groups = shape.values.scaled || weighs ? size_t(shape.value_dim / GROUP) : 1;
     if (shape.mixes_amx(rows_of_head(task)) || wide)
       s.weights.reserve((tiles * 2 * scores + EDGE) * TILE);
-    else if (shape.values.bf16)
+    else if (shape.values.bf16 || weighs)
       s.weights.reserve(tiles * groups * scores * (TILE / 2));
-    if (shape.mixes_fixed(rows_of_head(task))) s.multipliers.reserve(scores * (shape.value_dim / GROUP));
+    if (weighs) s.multipliers.reserve(scores * (shape.value_dim / GROUP));
     s.correction.reserve(tiles * scores);
   }
 
@@ -277,15 +279,21 @@ class Attention {
     if (shape.scores_amx(num_rows))
       return pack_columns_of(task, columns, columns, reinterpret_cast<uint32_t*>(s.queries.at));
 #endif
+    const bool is_stored = shape.scores_stored(rows_of_head(task));
+    const int width = is_stored ? shape.keys.query_width : dim;
     for (int h = task.head_begin; h < task.head_end; h++)
-      for (int r = 0; r < rows_of_head(task); r++, to += dim, to_bf16 += dim) {
+      for (int r = 0; r < rows_of_head(task); r++, to += width, to_bf16 += dim) {
         read_row(p.queries.base, place_of(p.queries, task, h, r), p.queries.format, dim, values);
-        if (shape.scores_fixed(rows_of_head(task)))
+        if (is_stored && shape.keys.pack_query != nullptr) {
           shape.keys.pack_query(values, dim, reinterpret_cast<uint8_t*>(to));
-        else if (shape.keys.bf16)  // exact: these queries are bf16
+        } else if (is_stored) {
+          std::fill_n(to, width, 0.0f);
+          for (int i = 0; i < dim; i++) to[shape.keys.places[i]] = values[i];
+        } else if (shape.keys.bf16) {  // exact: these queries are bf16
           for (int i = 0; i < dim; i++) to_bf16[i] = uint16_t(bits<uint32_t>(values[order[i]]) >> 16);
-        else
+        } else {
           for (int i = 0; i < dim; i++) to[i] = values[order[i]];
+        }
       }
 #if defined(KV_BF16)
     if (!shape.has_q4_unit() || !sweeps(task) || !sweeps_unit(task)) return;

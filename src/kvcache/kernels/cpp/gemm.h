@@ -41,12 +41,11 @@ KV_INLINE void for_row_blocks(int begin, int end, F&& f) {
 
 // scores[r][TILE] = q[r][dim] . keys[dim][TILE] for MR rows.
 template <int MR>
-void scores_f32(const float* q, const float* keys, float* scores, int dim, Ahead& next) {
-  Ahead ahead = next;
+void scores_f32(const float* q, const float* keys, float* scores, int dim, Ahead& ahead) {
   for (int k = 0; k < TILE; k += VECTORS * LANES) {
+    ahead.advance(dim);
     vf acc[MR][VECTORS] = {};
     for (int d = 0; d < dim; d++) {
-      ahead.step<1>();
       vf b[VECTORS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) b[v] = load<vf>(keys + size_t(d) * TILE + k + v * LANES);
@@ -62,15 +61,14 @@ void scores_f32(const float* q, const float* keys, float* scores, int dim, Ahead
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) store(scores + r * TILE + k + v * LANES, acc[r][v]);
   }
-  next = ahead;
 }
 
 template <int MR, int NV>
 KV_INLINE void mix_block_f32(const float* p, const float* values, float* out, const float* correction, int columns,
                              int slots, Ahead& ahead) {
+  ahead.advance(slots);
   vf acc[MR][NV] = {};
   for (int j = 0; j < slots; j++) {
-    ahead.step<1>();
     vf b[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) b[v] = load<vf>(values + size_t(j) * columns + v * LANES);
@@ -95,13 +93,11 @@ KV_INLINE void mix_block_f32(const float* p, const float* values, float* out, co
 // out[r][columns] = out * correction[r] + p[r][:slots] . values[:slots][columns] for MR rows.
 template <int MR>
 void mix_f32(const float* p, const float* values, float* out, const float* correction, int columns, int slots,
-             Ahead& next) {
-  Ahead ahead = next;
+             Ahead& ahead) {
   int c = 0;
   for (; c + VECTORS * LANES <= columns; c += VECTORS * LANES)
     mix_block_f32<MR, VECTORS>(p, values + c, out + c, correction, columns, slots, ahead);
   for (; c < columns; c += LANES) mix_block_f32<MR, 1>(p, values + c, out + c, correction, columns, slots, ahead);
-  next = ahead;
 }
 
 // --- bf16 products, f32 sums ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 //
 //   keys    [values][TILE] f32            lanes are slots: units of LANES rows are transposed, then expanded, so that
 //           [pairs][TILE] of 2 x bf16     a score needs no horizontal sum and group scales are a vector over slots
-//   values  [TILE][columns] f32           lanes are values of one row
+//   values  [TILE][columns] f32           lanes are values of one row, which is expanded span by span
 //           [TILE/2][columns] of 2 x bf16 lanes are values of two rows, as the bf16 product wants them
 //
 // The bf16 tiles hold q8_0's and q4_0's integers, exactly; the scales stand beside them as [groups][TILE] f32. The f32
@@ -39,6 +39,27 @@ inline int value_of_unit(int format, int unit, int s) {
 }
 
 // --- scales -----------------------------------------------------------------------------------------------------------
+
+// Bytes of a group without its scale.
+template <int F>
+constexpr int CODES = F == Q8 ? GROUP : GROUP / 2;
+
+// Whether values of f32 come out in their own order instead of that of units.
+constexpr bool in_own_order(int format) {
+#if defined(KV_AVX2)
+  return format != BF16;
+#else
+  return false;
+#endif
+}
+
+// Values of f32 that are expanded at a time (`Span`).
+constexpr int span_values(int format) {
+  return !in_own_order(format) ? per_unit(format) * LANES : is_quantised(format) ? GROUP : 2 * LANES;
+}
+
+// Places of a packed row of values.
+inline int value_columns(int format, bool bf16, int dim) { return round_up(dim, bf16 ? GROUP : span_values(format)); }
 
 #if defined(KV_AVX512)
 
@@ -78,6 +99,40 @@ inline bool pack_scales(const uint8_t* const* rows, int slots, int offset, int g
     }
   }
   return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(0x7c00)) == 0;
+}
+
+#elif defined(KV_AVX2)
+
+// out[group][TILE] f32 from the f16 scales that follow the quants at `offset` bytes of each row.
+inline bool pack_scales(const uint8_t* const* rows, int slots, int offset, int groups, float* out) {
+  for (int g = 0; g < groups; g += 4) {
+    const int n = groups - g < 4 ? groups - g : 4;  // of four, of which the last end where the row ends
+    const ptrdiff_t at = offset + 2 * (g + n) - 8;
+    const __m128i skipped = _mm_cvtsi32_si128(16 * (4 - n));
+    for (int j = 0; j < slots; j += 8) {
+      __m128i pair[4], halves[4];  // of rows; of groups, for eight rows
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+        pair[i] = _mm_srl_epi64(_mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i*)(rows[j + 2 * i] + at)),
+                                                   _mm_loadl_epi64((const __m128i*)(rows[j + 2 * i + 1] + at))),
+                                skipped);
+      const auto four = [](__m128i a, __m128i b, __m128i* to) {  // rows 0 to 3: groups 0 and 1, groups 2 and 3
+        const __m128i even = _mm_unpacklo_epi16(a, b), odd = _mm_unpackhi_epi16(a, b);
+        to[0] = _mm_unpacklo_epi16(even, odd), to[1] = _mm_unpackhi_epi16(even, odd);
+      };
+      __m128i first[2], last[2];
+      four(pair[0], pair[1], first), four(pair[2], pair[3], last);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+        halves[2 * i] = _mm_unpacklo_epi64(first[i], last[i]);
+        halves[2 * i + 1] = _mm_unpackhi_epi64(first[i], last[i]);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+        if (i < n) _mm256_storeu_ps(out + (g + i) * TILE + j, _mm256_cvtph_ps(halves[i]));
+    }
+  }
+  return false;  // not looked at
 }
 
 #else
@@ -147,30 +202,114 @@ void pack_keys_f32(const uint8_t* const* rows, Ahead& next, int slots, int dim, 
   next = ahead;
 }
 
+// A span: VALUES of a row, which are expanded into VECTORS at once, and are FACTOR times as large.
+template <int F>
+struct Span {
+  static constexpr int VECTORS = per_unit(F), VALUES = VECTORS * LANES;
+  static constexpr float FACTOR = 1.0f;
+
+  static KV_INLINE void expand(const uint8_t* from, vf* v) {
+    const vu units = load<vu>(from);
+#pragma GCC unroll 8
+    for (int s = 0; s < VECTORS; s++) v[s] = expand_f32<F>(units, s);
+  }
+};
+
+#if defined(KV_AVX2)
+
+template <>
+struct Span<F32> {
+  static constexpr int VECTORS = 2, VALUES = 2 * LANES;
+  static constexpr float FACTOR = 1.0f;
+
+  static KV_INLINE void expand(const uint8_t* from, vf* v) { v[0] = load<vf>(from), v[1] = load<vf>(from + 4 * LANES); }
+};
+
+template <>
+struct Span<F16> {
+  static constexpr int VECTORS = 2, VALUES = 2 * LANES;
+  static constexpr float FACTOR = 1.0f;
+
+  static KV_INLINE void expand(const uint8_t* from, vf* v) {
+    v[0] = (vf)_mm256_cvtph_ps(load<__m128i>(from)), v[1] = (vf)_mm256_cvtph_ps(load<__m128i>(from + 2 * LANES));
+  }
+};
+
+// By way of f16, which has subnormals of its own: shifted there, values are smaller by 2^8.
+template <>
+struct Span<FP8> {
+  static constexpr int VECTORS = 2, VALUES = 2 * LANES;
+  static constexpr float FACTOR = 256.0f;
+
+  static KV_INLINE void expand(const uint8_t* from, vf* v) {
+    const __m256i no_number = _mm256_set1_epi16(0x3f80);  // the largest magnitude
+    const __m256i shifted = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load<__m128i>(from)), 7);  // the sign in two bits
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(shifted, no_number), no_number);
+    const __m256i halves = _mm256_or_si256(_mm256_and_si256(shifted, _mm256_set1_epi16(int16_t(0xbfff))), nan);
+    v[0] = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+    v[1] = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+  }
+};
+
+// The integers of a group, without its scale.
+template <int F>
+struct GroupSpan {
+  static constexpr int VECTORS = GROUP / LANES, VALUES = GROUP;
+  static constexpr float FACTOR = 1.0f;
+
+  static KV_INLINE void expand(const uint8_t* from, vf* v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < CODES<F> / LANES; i++) {
+      const __m128i codes = _mm_loadl_epi64((const __m128i*)(from + i * LANES));
+      if (F == Q8) {
+        v[i] = to_float((vi)_mm256_cvtepi8_epi32(codes));
+      } else {
+        const vi x = (vi)_mm256_cvtepu8_epi32(codes);
+        v[i] = to_float((x & 15) - 8), v[i + 2] = to_float((x >> 4) - 8);
+      }
+    }
+  }
+};
+
+template <>
+struct Span<Q8> : GroupSpan<Q8> {};
+template <>
+struct Span<Q4> : GroupSpan<Q4> {};
+
+#endif
+
+// The span at `from`, of which the row has `bytes` and nothing behind them is read; values beyond are zeros.
+template <int F>
+KV_INLINE void expand_span(const uint8_t* from, int bytes, vf* v) {
+  constexpr int BYTES = Span<F>::VALUES / per_unit(F) * 4;
+  if (bytes >= BYTES) return Span<F>::expand(from, v);
+  uint8_t copy[BYTES] = {};
+  std::memcpy(copy, from, size_t(bytes));
+  Span<F>::expand(copy, v);
+}
+
 template <int F>
 void pack_values_f32(const uint8_t* const* rows, Ahead& next, int slots, int dim, float* out, float* scales) {
+  using S = Span<F>;
   Ahead ahead = next;
   constexpr int P = per_unit(F);
-  const int units = dim / P, columns = round_up(units, LANES) * P;
-  if constexpr (is_quantised(F)) pack_scales(rows, slots, units * 4, dim / GROUP, scales);
+  const int columns = value_columns(F, false, dim);
+  if constexpr (is_quantised(F)) pack_scales(rows, slots, dim / P * 4, dim / GROUP, scales);
   vi lanes;
   for (int i = 0; i < LANES; i++) lanes[i] = i;
   for (int j = 0; j < slots; j++) {
     float* to = out + size_t(j) * columns;
-    for (int u0 = 0; u0 < units; u0 += LANES, to += LANES * P) {
+    for (int d = 0; d < dim; d += S::VALUES, to += S::VALUES) {
       ahead.step<1>();
-      const vu x = load_units(rows[j] + 4 * u0, units - u0 < LANES ? units - u0 : LANES);
-      vf scale = splat(1.0f);
-      if constexpr (is_quantised(F)) {
-        constexpr int units_of_group = GROUP / P;
-        for (int i = 0; i < LANES && u0 + i < units; i += units_of_group)
-          scale = lanes >= i ? splat(scales[(u0 + i) / units_of_group * TILE + j]) : scale;
-      }
+      vf values[S::VECTORS], scale = splat(S::FACTOR);
+      expand_span<F>(rows[j] + d / P * 4, (dim - d) / P * 4, values);
+      if constexpr (is_quantised(F) && in_own_order(F)) scale = splat(scales[d / GROUP * TILE + j]);
+      if constexpr (is_quantised(F) && !in_own_order(F))
+        for (int i = 0; i < LANES && d + i * P < dim; i += GROUP / P)
+          scale = lanes >= i ? splat(scales[(d + i * P) / GROUP * TILE + j]) : scale;
 #pragma GCC unroll 8
-      for (int s = 0; s < P; s++) {
-        const vf value = expand_f32<F>(x, s);
-        store(to + s * LANES, is_quantised(F) ? value * scale : value);
-      }
+      for (int v = 0; v < S::VECTORS; v++)
+        store(to + v * LANES, is_quantised(F) || S::FACTOR != 1.0f ? values[v] * scale : values[v]);
     }
   }
   next = ahead;
@@ -340,16 +479,14 @@ inline void key_order(int format, bool bf16, int dim, int* order) {
     }
 }
 
-inline int value_columns(int format, bool bf16, int dim) {
-  return bf16 ? round_up(dim, GROUP) : round_up(dim / per_unit(format), LANES) * per_unit(format);
-}
-
 // places[v]: the column of value v in the packed values.
 inline void value_places(int format, bool bf16, int dim, int* places) {
   const int P = per_unit(format), columns = value_columns(format, bf16, dim);
   for (int c = 0; c < columns; c++) {
     int value;
-    if (!bf16) {
+    if (!bf16 && in_own_order(format)) {
+      value = c < dim ? c : -1;
+    } else if (!bf16) {
       const int unit = c / (LANES * P) * LANES + c % LANES, s = c / LANES % P;
       value = unit < dim / P ? value_of_unit(format, unit, s) : -1;  // -1: padding
     } else {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "madd.h"
 #include "vnni.h"
 
 namespace kv {
@@ -43,26 +44,30 @@ using ScoreDirect = void (*)(const uint32_t*, R, float*, int, int, Ahead&);
 template <class R>
 using MixDirect = void (*)(const uint32_t*, size_t, R, int, float*, const float*, int, int, Ahead&);
 using PackQuery = void (*)(const float*, int, uint8_t*);
-using ScoreFixed = void (*)(const uint8_t*, const uint8_t* const*, const float*, float*, int, int, Ahead&);
+using ScoreStored = void (*)(const uint8_t*, const uint8_t* const*, const float*, float*, int, int, Ahead&);
+using Weigh = void (*)(const float*, const float*, int, int, float, uint8_t*, float*);
 using FindSixteens = void (*)(const uint8_t* const*, int, int, uint16_t*, Sixteen*, Ahead&);
-using MixFixed = void (*)(const uint8_t*, const float*, const uint8_t* const*, int, float*, const float*, int, Ahead&);
+using MixStored = void (*)(const uint8_t*, const float*, const uint8_t* const*, int, float*, const float*, int, Ahead&);
 
 // How one side is read: by which product, in which order, with which packer.
 struct Reader {
   bool bf16 = false, scaled = false;
+  bool fixed = false;  // few rows by `madd.h`
   PackF32 f32 = nullptr;
   PackPairs pairs = nullptr;
   ScoreDirect<Table> score_direct[4] = {};  // by rows - 1; null: tiles are packed
   MixDirect<Table> mix_direct[4] = {};
   ScoreDirect<const Quads&> score_whole[4] = {};  // null: whole tiles are like others
   MixDirect<const Quads&> mix_whole[4] = {};
-  PackQuery pack_query = nullptr;  // null: no `score_fixed`
-  ScoreFixed score_fixed[4] = {};
-  MixFixed mix_fixed[4] = {};
+  ScoreStored score_stored[4] = {};  // as `score_direct`, for queries of its own kind
+  int query_width = 0;               // floats of such a query
+  PackQuery pack_query = nullptr;    // null: values of f32 at `places`
+  MixStored mix_stored[4] = {};      // as `mix_direct`, for weights of its own kind
+  Weigh weigh = nullptr;             // null: weights of f32 as they are
   FindSixteens find_sixteens = nullptr;  // null: not for the tile unit
   int width = 0;  // places of a packed row
   std::vector<int> order;   // of keys: the value at each place
-  std::vector<int> places;  // of values: the column of each
+  std::vector<int> places;  // of values, and of keys in `score_stored`: the column of each
 
   void pack(const uint8_t* const* rows, Ahead& ahead, int slots, int dim, float* out, float* scales) const {
     if (bf16)
@@ -90,6 +95,26 @@ void set_mixes(MixDirect<R>* to) {
 template <int F>
 void set_functions(Reader& reader, bool is_key, int dim) {
   reader.f32 = is_key ? pack_keys_f32<F> : pack_values_f32<F>;
+#if KV_LANES == 8
+  if constexpr (!is_quantised(F)) {
+    const ScoreStored scores[] = {scores_direct_f32<F, 1>, scores_direct_f32<F, 2>, scores_direct_f32<F, 3>,
+                                  scores_direct_f32<F, 4>};
+    const MixStored mixes[] = {mix_direct_f32<F, 1>, mix_direct_f32<F, 2>, mix_direct_f32<F, 3>, mix_direct_f32<F, 4>};
+    if (is_key) std::copy_n(scores, FEW_BLOCK, reader.score_stored);
+    if (!is_key) std::copy_n(mixes, FEW_BLOCK, reader.mix_stored);
+    reader.query_width = value_columns(F, false, dim);
+  }
+#endif
+#if defined(KV_AVX2)
+  if constexpr (is_quantised(F)) {
+    if (!reader.fixed) return;
+    const ScoreStored scores[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
+    const MixStored mixes[] = {mix_fixed<F, 1>, mix_fixed<F, 2>, mix_fixed<F, 3>, mix_fixed<F, 4>};
+    if (is_key) reader.pack_query = pack_query_fixed<F>, std::copy_n(scores, FEW_BLOCK, reader.score_stored);
+    if (!is_key) reader.weigh = weigh_fixed, std::copy_n(mixes, FEW_BLOCK, reader.mix_stored);
+    reader.query_width = dim;
+  }
+#endif
 #if defined(KV_BF16)
   if constexpr (F >= BF16) {
     if (!reader.bf16) return;
@@ -104,11 +129,12 @@ void set_functions(Reader& reader, bool is_key, int dim) {
     reader.find_sixteens = find_sixteens<F>;
 #if defined(KV_VNNI)
     if constexpr (is_quantised(F)) {
-      const ScoreFixed fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
-      if (is_key) reader.pack_query = pack_query_fixed<F>, std::copy_n(fixed, FEW_BLOCK, reader.score_fixed);
+      const ScoreStored fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
+      if (is_key) reader.pack_query = pack_query_fixed<F>, std::copy_n(fixed, FEW_BLOCK, reader.score_stored);
     }
-    const MixFixed mixes_fixed[] = {mix_fixed<1>, mix_fixed<2>, mix_fixed<3>, mix_fixed<4>};
-    if (F == Q8 && !is_key) std::copy_n(mixes_fixed, FEW_BLOCK, reader.mix_fixed);
+    const MixStored mixes_fixed[] = {mix_fixed<1>, mix_fixed<2>, mix_fixed<3>, mix_fixed<4>};
+    reader.query_width = dim;
+    if (F == Q8 && !is_key) reader.weigh = weigh_fixed, std::copy_n(mixes_fixed, FEW_BLOCK, reader.mix_stored);
 #endif
   }
 #endif
@@ -120,6 +146,9 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key) {
 #if defined(KV_BF16)
   reader.bf16 = query_format == BF16 && store.format >= BF16;
 #endif
+#if defined(KV_AVX2)
+  reader.fixed = query_format == BF16 && is_quantised(store.format);
+#endif
   reader.scaled = reader.bf16 && is_quantised(store.format);
   switch (store.format) {
     case F32: set_functions<F32>(reader, is_key, store.dim); break;
@@ -130,11 +159,14 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key) {
     default: set_functions<Q4>(reader, is_key, store.dim); break;
   }
   reader.width = is_key ? store.dim : value_columns(store.format, reader.bf16, store.dim);
-  (is_key ? reader.order : reader.places).resize(size_t(store.dim));
-  if (is_key)
+  if (is_key) {
+    reader.order.resize(size_t(store.dim));
     key_order(store.format, reader.bf16, store.dim, reader.order.data());
-  else
+  }
+  if (!is_key || reader.score_stored[0] != nullptr) {
+    reader.places.resize(size_t(store.dim));
     value_places(store.format, reader.bf16, store.dim, reader.places.data());
+  }
   return reader;
 }
 
@@ -276,8 +308,9 @@ struct Shape {
   bool mixes_amx(int rows) const { return has_unit() && !in_lanes(rows) && !values.scaled; }
 
   bool scores_direct(int rows) const { return rows <= DIRECT_MOST && keys.score_direct[0] != nullptr; }
-  bool scores_fixed(int rows) const { return rows <= FIXED_MOST && keys.pack_query != nullptr; }
-  bool mixes_fixed(int rows) const { return rows <= FIXED_MOST && values.mix_fixed[0] != nullptr; }
+  bool scores_stored(int rows) const { return rows <= DIRECT_MOST && keys.score_stored[0] != nullptr; }
+  bool mixes_stored(int rows) const { return rows <= DIRECT_MOST && values.mix_stored[0] != nullptr; }
+  bool weighs(int rows) const { return mixes_stored(rows) && values.weigh != nullptr; }
   bool mixes_direct(int rows) const { return rows <= DIRECT_MOST && values.mix_direct[0] != nullptr; }
   Weights weights(int rows) const {
     return mixes_amx(rows) ? Weights::HALVES : values.bf16 && !values.scaled ? Weights::PAIRS : Weights::FLOATS;
@@ -448,6 +481,14 @@ KV_INLINE void for_few_rows(int begin, int end, F&& f) {
   }
 }
 
+#if KV_LANES == 8
+// Spans of a row, or groups: the units of work of `direct_f32.h` and `madd.h` for one slot.
+inline int spans_of(const Reader& reader, const Store& store) {
+  const int values = reader.fixed ? GROUP : span_values(store.format);
+  return round_up(store.dim, values) / values;
+}
+#endif
+
 // Units of work of a tile, as `Ahead` counts them: inner iterations, a block of keys counting for 8. `rows` of `of_head`
 // rows of the head see it.
 inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
@@ -455,7 +496,11 @@ inline int work_of_keys(const Shape& shape, int slots, int rows, int of_head) {
   const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
   const int units = dim / per_unit(shape.key_store.format);
   if (shape.scores_amx(of_head)) return slots + round_up(dim, DEPTH) / DEPTH * 12;
-  if (shape.scores_fixed(of_head)) return rows * (slots / LANES) * (dim / GROUP);
+#if KV_LANES == 8
+  if (shape.scores_stored(of_head)) return few_blocks * slots * spans_of(shape.keys, shape.key_store);
+#else
+  if (shape.scores_stored(of_head)) return rows * (slots / LANES) * (dim / GROUP);
+#endif
   if (shape.scores_direct(rows)) return few_blocks * (slots / 4) * ((dim + 31) / 32);
   return 8 * (slots / LANES) * ((units + LANES - 1) / LANES) +
          blocks * (shape.keys.bf16 ? dim / 2 : dim * (TILE / (VECTORS * LANES)));
@@ -467,10 +512,14 @@ inline int work_of_values(const Shape& shape, int slots, int rows, int of_head) 
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, columns = shape.values.width;
   const int few_blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
   if (shape.mixes_amx(of_head)) return slots + columns / DEPTH * (slots / EDGE * 3 + 2);
-  if (shape.mixes_fixed(of_head)) return few_blocks * (slots / 4) * (columns / GROUP);
+#if KV_LANES == 8
+  if (shape.mixes_stored(of_head)) return few_blocks * slots * spans_of(shape.values, shape.value_store);
+#else
+  if (shape.mixes_stored(of_head)) return few_blocks * (slots / 4) * (columns / GROUP);
+#endif
   if (shape.mixes_direct(rows)) return few_blocks * (slots / 2) * ((columns + 63) / 64);
   if (shape.values.bf16) return slots / 2 * (columns / GROUP) + blocks * (slots / 2) * ((columns + 63) / 64);
-  return slots * (columns / per_unit(shape.value_store.format) / LANES) +
+  return slots * (columns / span_values(shape.value_store.format)) +
          blocks * slots * (columns / (VECTORS * LANES) + columns % (VECTORS * LANES) / LANES);
 }
 
@@ -490,11 +539,13 @@ inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int ba
     return scores_amx(queries, keys, depth, num_rows, s.scores.at, ahead);
   }
 #endif
-  if (shape.scores_fixed(num_rows)) {
-    pack_scales(tile.keys, tile.slots, scales_at(shape.key_store), dim / GROUP, s.key_scales.at);
-    const uint8_t* queries = reinterpret_cast<const uint8_t*>(s.queries.at + size_t(base) * dim);
+  if (shape.scores_stored(num_rows)) {
+    if (is_quantised(shape.key_store.format))
+      pack_scales(tile.keys, tile.slots, scales_at(shape.key_store), dim / GROUP, s.key_scales.at);
+    const int width = shape.keys.query_width;
+    const uint8_t* queries = reinterpret_cast<const uint8_t*>(s.queries.at + size_t(base) * width);
     for_few_rows(begin, end, [&](int row, int count) {
-      shape.keys.score_fixed[count - 1](queries + size_t(row) * dim * 4, tile.keys, s.key_scales.at,
+      shape.keys.score_stored[count - 1](queries + size_t(row) * width * 4, tile.keys, s.key_scales.at,
                                         s.scores.at + size_t(row) * TILE, dim, tile.slots, ahead);
     });
   } else if (shape.scores_direct(rows)) {
@@ -509,31 +560,40 @@ inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int ba
   }
 }
 
-// Mixes what `weigh_fixed` weighed; false when the tile's scales are not for it, and nothing is done.
-inline bool mix_fixed(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, Ahead& ahead) {
+// The weights of the rows [begin, end) as `mix_stored` takes them; false when the tile's scales are not for it.
+inline bool weigh_stored(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end) {
+  const int groups = shape.value_dim / GROUP;
+  [[maybe_unused]] const bool are_plain =
+      pack_scales(tile.values, TILE, scales_at(shape.value_store), groups, s.value_scales.at);  // zeros where no slot is
 #if defined(KV_VNNI)
-  const int dim = shape.value_dim, groups = dim / GROUP;
-  if (!pack_scales(tile.values, tile.slots, scales_at(shape.value_store), groups, s.value_scales.at)) return false;
-  uint8_t* weights = reinterpret_cast<uint8_t*>(s.weights.at);
-  for (int r = begin; r < end; r++)
-    weigh_fixed(s.scores.at + size_t(r) * TILE, s.value_scales.at, groups, tile.slots, s.l.at[base + r],
-                weights + size_t(r) * groups * 2 * TILE, s.multipliers.at + size_t(r) * groups);
-  for_few_rows(begin, end, [&](int row, int count) {
-    shape.values.mix_fixed[count - 1](weights + size_t(row) * groups * 2 * TILE, s.multipliers.at + size_t(row) * groups,
-                                      tile.values, dim, s.output.at + size_t(base + row) * shape.values.width,
-                                      s.correction.at + row, tile.slots, ahead);
-  });
-  return true;
-#else
-  return false;
+  if (!are_plain) return false;
 #endif
+  for (int r = begin; r < end; r++)
+    shape.values.weigh(s.scores.at + size_t(r) * TILE, s.value_scales.at, groups, tile.slots, s.l.at[base + r],
+                       reinterpret_cast<uint8_t*>(s.weights.at) + size_t(r) * groups * 2 * TILE,
+                       s.multipliers.at + size_t(r) * groups);
+  return true;
+}
+
+inline void mix_stored(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int num_rows,
+                       Ahead& ahead) {
+  const bool weighs = shape.weighs(num_rows);
+  const int groups = weighs ? shape.value_dim / GROUP : 0;
+  const uint8_t* weights = reinterpret_cast<const uint8_t*>(weighs ? s.weights.at : s.scores.at);
+  const size_t stride = weighs ? size_t(groups) * 2 * TILE : TILE * sizeof(float);
+  for_few_rows(begin, end, [&](int row, int count) {
+    shape.values.mix_stored[count - 1](weights + row * stride, s.multipliers.at + row * groups, tile.values, shape.value_dim,
+                                       s.output.at + size_t(base + row) * shape.values.width, s.correction.at + row,
+                                       tile.slots, ahead);
+  });
 }
 
 // output[base + r] = output[base + r] * correction[r] + weights[r] . values of the tile; `s.scores` holds the weights.
 inline void mix(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int num_rows,
                 Ahead& ahead) {
   const int dim = shape.value_dim, rows = end - begin;
-  if (shape.mixes_fixed(num_rows) && mix_fixed(shape, tile, s, base, begin, end, ahead)) return;
+  if (shape.mixes_stored(num_rows) && (!shape.weighs(num_rows) || weigh_stored(shape, tile, s, base, begin, end)))
+    return mix_stored(shape, tile, s, base, begin, end, num_rows, ahead);
 #if defined(KV_BF16)
   if (shape.mixes_amx(num_rows)) {
     Sixteen values[TILE / EDGE];

@@ -26,8 +26,6 @@
 
 namespace kv {
 
-constexpr int FIXED_MOST = 8;  // rows: above, a packed tile is cheaper
-
 #if defined(KV_VNNI)
 
 constexpr float FIXED_SIGNED = 127 * 256, FIXED_UNSIGNED = 65535;  // what the largest becomes
