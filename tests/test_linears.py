@@ -26,12 +26,16 @@ def two_layers(*, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
     return torch.nn.Sequential(first, torch.nn.ReLU(), last).to(dtype)
 
 
-@pytest.fixture(params=["ours", pytest.param("copies", marks=needs_bf16)])
+@pytest.fixture(params=["ours", pytest.param("copies", marks=needs_bf16), "widened"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With operators of ours alone, and with packed copies for all rows but one, as some CPUs have them for most."""
+    """By operators of ours alone; and for all rows but one, as some CPUs have most, over packed copies and in f32."""
     monkeypatch.setattr(linears, "_packing_helps", lambda: request.param == "copies")
-    monkeypatch.setattr(linears, "FEW_WITH_UNIT", 1 if request.param == "copies" else 128)
+    monkeypatch.setattr(linears, "_widening_helps", lambda: request.param == "widened")
+    monkeypatch.setattr(linears, "FEW_WITH_UNIT", 128 if request.param == "ours" else 1)
     monkeypatch.setattr(linears, "FEW_BESIDE_COPIES", 1)
+    monkeypatch.setattr(linears, "FEW_BEFORE_WIDENED", 1)
+    monkeypatch.setattr(linears, "WIDENED_ABOVE", 1)
+    monkeypatch.setattr(linears, "WIDENED", 96 * 50)  # parts of the first layer, all of none
     monkeypatch.setattr(linears, "_most_rows", linears._most_rows.__wrapped__)
     return str(request.param)
 
@@ -160,6 +164,20 @@ def test_models_made_in_inference_mode(way: str) -> None:
         fast = FastLinears(model)
         torch.testing.assert_close(model(x).float(), expected.float(), rtol=1e-2, atol=1e-2)
         fast.close()
+
+
+def test_widened_products_are_rounded_once(way: str) -> None:
+    if way != "widened":
+        pytest.skip("these sum as their library does")
+    for out, has_bias in ((160, True), (160, False), (40, True)):
+        layer = torch.nn.Linear(96, out, bias=has_bias).bfloat16()
+        x = torch.randn((2, 35, 96)).bfloat16()
+        fast = FastLinears(layer)
+        with torch.inference_mode():
+            got, expected = layer(x), layer.float()(x.float())
+        fast.close()
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.float(), expected, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [3, 200])

@@ -1,13 +1,14 @@
 """Linear layers of bf16 models on the CPU: who multiplies with the weights [out, in].
 
     rows of x   with AMX (`cpp/amx.h`)   bf16 products without AMX       other x86
-    few         ours: up to 128          ours: up to 4 (32 without)      ours: up to 32
+    few         ours: up to 128          ours: up to 4 (32 without)      ours: up to 128
     more        PyTorch's                oneDNN's over packed copies     PyTorch's of f32, widened part by part
 
 Ours (`cpp/products.h`) reads weights as they lie, for one row at nine tenths of the speed of memory; PyTorch takes
 twice as long. oneDNN is fast over a layout of its own: a packed copy of each weight lies beside the model's while a
 runner is open, where that is worth its memory. On x86 without bf16 products PyTorch's own of bf16 are slow loops, and
-of f32 they are a library's: weights become f32 for as long as they are multiplied with. Decision 16 has what each takes.
+of f32 they are a library's: weights become f32 for as long as they are multiplied with. Decision 16 has what each
+takes.
 
 oneDNN's operators are those that torch.compile puts into models that it freezes: `_reorder_linear_weight` and
 `_linear_pointwise` of `torch.ops.mkldnn`. A compiler of ours (`compiled.py`) sees `kvcache::linear` instead.
@@ -33,11 +34,10 @@ __all__ = ["FastLinears", "available_bytes"]
 
 MEMORY_SHARE = 2
 """Packed copies take at most half of the memory that is available."""
-FEW_WITH_UNIT, FEW, FEW_BESIDE_COPIES = 128, 32, 4
-"""Rows up to which ours is faster than PyTorch's with AMX and without, and than oneDNN's over packed copies without."""
-
-WIDENED = 2**21
-"""Weights that are f32 at a time: 8 MiB, most of which stays in the caches."""
+FEW_WITH_UNIT, FEW, FEW_BEFORE_WIDENED, FEW_BESIDE_COPIES = 128, 32, 128, 4
+"""Rows up to which ours is faster: than PyTorch's with AMX and without, than its products of f32, than oneDNN's."""
+WIDENED, WIDENED_ABOVE = 2**21, 8
+"""Weights that are f32 at a time: 8 MiB, most of which stays in the caches. Rows above which it pays without ours."""
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return product
     if copy is not None:
         return _packed_product(x, copy.packed, bias)
-    return _widened_product(x, weight, bias) if _widening_helps() else nn.functional.linear(x, weight, bias)
+    widens = _widening_helps() and x.numel() > WIDENED_ABOVE * x.shape[-1]
+    return (_widened_product if widens else nn.functional.linear)(x, weight, bias)
 
 
 @cache
@@ -155,7 +156,9 @@ def _most_rows(library: Any, has_copy: bool) -> int:
         return -1
     if library.uses_amx():
         return FEW_WITH_UNIT
-    return FEW_BESIDE_COPIES if has_copy else FEW
+    if has_copy:
+        return FEW_BESIDE_COPIES
+    return FEW_BEFORE_WIDENED if _widening_helps() else FEW
 
 
 def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
