@@ -74,7 +74,7 @@ void scores_direct_f32(const uint8_t* q, const uint8_t* const* rows, const float
           }
       };
       int d = 0;
-      for (; d + S::VALUES <= dim; d += S::VALUES) add(d, S::expand);
+      for (; d + S::VALUES <= dim; d += S::VALUES) add(d, [](const uint8_t* from, vf* v) { S::expand(from, v); });
       if (d < dim) add(d, [&](const uint8_t* from, vf* v) { expand_span<F>(from, (dim - d) / P * 4, v); });
 #pragma GCC unroll 4
       for (int r = 0; r < MR; r++)
@@ -123,7 +123,7 @@ void mix_direct_f32(const uint8_t* weights, const float*, const uint8_t* const* 
         for (int v = 0; v < S::VECTORS; v++) store(out + size_t(r) * width + d + v * LANES, acc[r][v] * splat(S::FACTOR));
     };
     int d = 0;
-    for (; d + S::VALUES <= dim; d += S::VALUES) mix(d, S::expand);
+    for (; d + S::VALUES <= dim; d += S::VALUES) mix(d, [](const uint8_t* from, vf* v) { S::expand(from, v); });
     if (d < dim) mix(d, [&](const uint8_t* from, vf* v) { expand_span<F>(from, (dim - d) / P * 4, v); });
   }
 }

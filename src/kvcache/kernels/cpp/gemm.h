@@ -17,6 +17,10 @@ constexpr int MAX_ROWS = 6, VECTORS = 2;
 constexpr int MAX_ROWS = 4, VECTORS = 2;
 #endif
 
+// Whether lines are fetched in the loops of products, or all of a loop's before it: with sixteen registers steps cost a
+// sixth of them.
+constexpr bool STEPS_WITHIN = LANES == 16;
+
 // Calls `f` with the number of rows of each block, as a constant: blocks of nearly equal size, at most MAX_ROWS rows.
 template <class F>
 KV_INLINE void for_row_blocks(int begin, int end, F&& f) {
@@ -41,11 +45,13 @@ KV_INLINE void for_row_blocks(int begin, int end, F&& f) {
 
 // scores[r][TILE] = q[r][dim] . keys[dim][TILE] for MR rows.
 template <int MR>
-void scores_f32(const float* q, const float* keys, float* scores, int dim, Ahead& ahead) {
+void scores_f32(const float* q, const float* keys, float* scores, int dim, Ahead& next) {
+  Ahead ahead = next;
   for (int k = 0; k < TILE; k += VECTORS * LANES) {
-    ahead.advance(dim);
+    if (!STEPS_WITHIN) ahead.advance(dim);
     vf acc[MR][VECTORS] = {};
     for (int d = 0; d < dim; d++) {
+      if (STEPS_WITHIN) ahead.step<1>();
       vf b[VECTORS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) b[v] = load<vf>(keys + size_t(d) * TILE + k + v * LANES);
@@ -61,14 +67,16 @@ void scores_f32(const float* q, const float* keys, float* scores, int dim, Ahead
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) store(scores + r * TILE + k + v * LANES, acc[r][v]);
   }
+  next = ahead;
 }
 
 template <int MR, int NV>
 KV_INLINE void mix_block_f32(const float* p, const float* values, float* out, const float* correction, int columns,
                              int slots, Ahead& ahead) {
-  ahead.advance(slots);
+  if (!STEPS_WITHIN) ahead.advance(slots);
   vf acc[MR][NV] = {};
   for (int j = 0; j < slots; j++) {
+    if (STEPS_WITHIN) ahead.step<1>();
     vf b[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) b[v] = load<vf>(values + size_t(j) * columns + v * LANES);
@@ -93,11 +101,13 @@ KV_INLINE void mix_block_f32(const float* p, const float* values, float* out, co
 // out[r][columns] = out * correction[r] + p[r][:slots] . values[:slots][columns] for MR rows.
 template <int MR>
 void mix_f32(const float* p, const float* values, float* out, const float* correction, int columns, int slots,
-             Ahead& ahead) {
+             Ahead& next) {
+  Ahead ahead = next;
   int c = 0;
   for (; c + VECTORS * LANES <= columns; c += VECTORS * LANES)
     mix_block_f32<MR, VECTORS>(p, values + c, out + c, correction, columns, slots, ahead);
   for (; c < columns; c += LANES) mix_block_f32<MR, 1>(p, values + c, out + c, correction, columns, slots, ahead);
+  next = ahead;
 }
 
 // --- bf16 products, f32 sums ------------------------------------------------------------------------------------------

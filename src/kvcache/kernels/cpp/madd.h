@@ -110,8 +110,8 @@ KV_INLINE __m128 largest_of_four(const __m256i* v) {
   return _mm_castsi128_ps(_mm_max_epu32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1)));
 }
 
-// weights[:slots] times the scales [groups][TILE] of values: to[groups][TILE], and what they are to be multiplied by. `l` is the
-// sum of the row's weights so far: where it is not finite, no result is.
+// weights[:slots] times the scales [groups][TILE] of values: to[groups][TILE], and what they are to be multiplied by. `l` is
+// the sum of the row's weights so far: where it is not finite, no result is.
 inline void weigh_fixed(const float* weights, const float* scales, int groups, int slots, float l, uint8_t* to,
                         float* multipliers) {
   vf p[TILE / LANES];
