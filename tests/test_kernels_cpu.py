@@ -166,6 +166,16 @@ def test_quantised_rows_of_every_kind(kind: str, head_dim: int, names: tuple[str
         assert np.abs(seen - expected).max() <= 5e-3 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("name", ["q8_0", "q4_0"])
+def test_a_large_query_value_leaves_other_groups_alone(isa: str, name: str) -> None:
+    """Its keys are zeros: what it is multiplied with says nothing, and must not take the digits of the rest."""
+    world = make_world(Shape(2, 4, 128, 128, 16), [decode(300), prefill(200, 2)], seed=9)
+    keys, queries = world.keys.copy(), world.queries.copy()
+    keys[..., :32], queries[..., 5] = 0.0, 1e5
+    world = rounded(replace(world, keys=keys, queries=queries), "bf16")
+    assert error(*attend(world, "bf16", (name, name))) < 1e-2
+
+
 @pytest.mark.parametrize(("name", "dim"), [("q8_0", 64), ("q4_0", 128)])  # 64 bytes before the scales
 @pytest.mark.parametrize("length", [200, 900])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])

@@ -140,20 +140,19 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if copy is not None and not copy.is_of(weight):
         copy = None
     library = cpu_build.operators()
-    if x.numel() <= _most_rows(library, copy is not None) * x.shape[-1]:
+    if not isinstance(library, str) and x.numel() <= _most_rows(library, copy is not None) * x.shape[-1]:
         product: Tensor = library.linear(x, weight, bias)
         return product
     if copy is not None:
         return _packed_product(x, copy.packed, bias)
-    widens = _widening_helps() and x.numel() > WIDENED_ABOVE * x.shape[-1]
+    # autocast would make bf16 of them again
+    widens = _widening_helps() and x.numel() > WIDENED_ABOVE * x.shape[-1] and not torch.is_autocast_enabled("cpu")
     return (_widened_product if widens else nn.functional.linear)(x, weight, bias)
 
 
 @cache
 def _most_rows(library: Any, has_copy: bool) -> int:
-    """The rows that are few. `library`: as `cpu_build.operators` has it."""
-    if isinstance(library, str):
-        return -1
+    """The rows that are few."""
     if library.uses_amx():
         return FEW_WITH_UNIT
     if has_copy:

@@ -1,9 +1,10 @@
 // The products of few rows with q8_0 and q4_0 as they are stored, in integers of 16 bits (AVX2), for queries of bf16.
 //
-// The left operand becomes fixed point, relative to the largest value of a query, or to the largest of a tile's weights times
-// the scales of one group of columns. `madd` multiplies sixteen of its values by stored ones and adds pairs: twice as many as a
-// product of f32 takes. Sums within a group of keys, and over a tile of values, are exact; their scale follows once. An error
-// of 2^-16 of the largest is far below what bf16 loses; scales may have any sign, and one that is no number gives NaN.
+// (What `vnni.h` is where there is VNNI, by the same names.) The left operand becomes fixed point, relative to the largest in a
+// group of 32 query values, or of a tile's weights times the scales of one group of columns. `madd` multiplies sixteen of its
+// values by stored ones and adds pairs: twice as many as a product of f32 takes. Sums within a group of keys, and over a tile of
+// values, are exact; their scales follow once. An error of 2^-16 of the largest is far below what the codes lose; scales may
+// have any sign, and one that is no number gives NaN.
 //
 //   scores    lanes are pairs of values of one key
 //   outputs   lanes are columns: pairs of values of two rows, interleaved
@@ -43,16 +44,23 @@ KV_INLINE __m256i widen(const uint8_t* at, int h) {
                           _mm256_set1_epi16(8));
 }
 
-// A packed query row: int16 [dim], and what its scores are multiplied with.
+// A packed query row: int16 [dim], and what the sums of each group are multiplied with, f32 [groups]; within 4 * dim bytes.
 template <int F>
 void pack_query_fixed(const float* values, int dim, uint8_t* to) {
-  __m256i sizes = _mm256_setzero_si256();
-  for (int i = 0; i < dim; i += LANES) sizes = _mm256_max_epu32(sizes, sizes_of(load<vf>(values + i)));
-  const float largest = largest_of(sizes), scale = largest / FIXED_LARGEST + (largest - largest);  // not finite: NaN
-  const vf factor = splat(largest > FIXED_TINY ? FIXED_LARGEST / largest : 0.0f);
-  for (int i = 0; i < dim; i += 2 * LANES)
-    store(to + 2 * i, to_fixed(load<vf>(values + i), load<vf>(values + i + LANES), factor));
-  std::memcpy(to + 2 * dim, &scale, sizeof(float));
+  for (int g = 0; g < dim / GROUP; g++) {
+    vf x[GROUP / LANES];
+    __m256i sizes = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int v = 0; v < GROUP / LANES; v++) {
+      x[v] = load<vf>(values + g * GROUP + v * LANES);
+      sizes = _mm256_max_epu32(sizes, sizes_of(x[v]));
+    }
+    const float largest = largest_of(sizes), scale = largest / FIXED_LARGEST + (largest - largest);  // not finite: NaN
+    const vf factor = splat(largest > FIXED_TINY ? FIXED_LARGEST / largest : 0.0f);
+    store(to + 2 * g * GROUP, to_fixed(x[0], x[1], factor));
+    store(to + 2 * g * GROUP + GROUP, to_fixed(x[2], x[3], factor));
+    std::memcpy(to + 2 * dim + g * sizeof(float), &scale, sizeof(float));
+  }
 }
 
 // scores[r][:slots] = q[r] . keys for MR rows that `pack_query_fixed` packed, `dim` floats apart; scales[groups][TILE].
@@ -83,10 +91,11 @@ void scores_fixed(const uint8_t* q, const uint8_t* const* rows, const float* sca
         for (int r = 0; r < MR; r++) {
           const uint8_t* at = q + size_t(r) * 4 * dim + 2 * g * GROUP;
           const __m256i a = load<__m256i>(at), b = load<__m256i>(at + 32);
+          const vf of_query = splat(load<float>(q + (size_t(r) * 4 + 2) * dim + g * sizeof(float)));
 #pragma GCC unroll 4
           for (int j = 0; j < KEYS; j++) {
             const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(key[j][0], a), _mm256_madd_epi16(key[j][1], b));
-            acc[r][j] += to_float((vi)sum) * scale[j];
+            acc[r][j] += to_float((vi)sum) * (scale[j] * of_query);
           }
         }
       }
@@ -96,8 +105,7 @@ void scores_fixed(const uint8_t* q, const uint8_t* const* rows, const float* sca
         for (int j = 0; j < KEYS; j++) sums[r][i + j] = acc[r][j];
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < MR; r++)
-      store(scores + r * TILE + k, sum_each(sums[r]) * splat(load<float>(q + (size_t(r) * 4 + 2) * dim)));
+    for (int r = 0; r < MR; r++) store(scores + r * TILE + k, sum_each(sums[r]));
   }
 }
 

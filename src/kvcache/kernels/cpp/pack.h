@@ -208,8 +208,9 @@ struct Span {
   static constexpr int VECTORS = per_unit(F), VALUES = VECTORS * LANES;
   static constexpr float FACTOR = 1.0f;
 
-  static KV_INLINE void expand(const uint8_t* from, vf* v) {
-    const vu units = load<vu>(from);
+  static KV_INLINE void expand(const uint8_t* from, vf* v) { expand_units(load<vu>(from), v); }
+
+  static KV_INLINE void expand_units(vu units, vf* v) {
 #pragma GCC unroll 8
     for (int s = 0; s < VECTORS; s++) v[s] = expand_f32<F>(units, s);
   }
@@ -283,9 +284,13 @@ template <int F>
 KV_INLINE void expand_span(const uint8_t* from, int bytes, vf* v) {
   constexpr int BYTES = Span<F>::VALUES / per_unit(F) * 4;
   if (bytes >= BYTES) return Span<F>::expand(from, v);
-  uint8_t copy[BYTES] = {};
-  std::memcpy(copy, from, size_t(bytes));
-  Span<F>::expand(copy, v);
+  if constexpr (!in_own_order(F)) {
+    Span<F>::expand_units(load_units(from, bytes / 4), v);
+  } else {
+    uint8_t copy[BYTES] = {};
+    std::memcpy(copy, from, size_t(bytes));
+    Span<F>::expand(copy, v);
+  }
 }
 
 template <int F>
@@ -479,7 +484,7 @@ inline void key_order(int format, bool bf16, int dim, int* order) {
     }
 }
 
-// places[v]: the column of value v in the packed values.
+// places[v]: the column of value v in packed values, and in queries of `direct_f32.h`.
 inline void value_places(int format, bool bf16, int dim, int* places) {
   const int P = per_unit(format), columns = value_columns(format, bf16, dim);
   for (int c = 0; c < columns; c++) {

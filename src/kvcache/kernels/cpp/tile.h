@@ -67,7 +67,7 @@ struct Reader {
   FindSixteens find_sixteens = nullptr;  // null: not for the tile unit
   int width = 0;  // places of a packed row
   std::vector<int> order;   // of keys: the value at each place
-  std::vector<int> places;  // of values, and of keys in `score_stored`: the column of each
+  std::vector<int> places;  // of values, and of keys whose queries nobody packs: the column of each
 
   void pack(const uint8_t* const* rows, Ahead& ahead, int slots, int dim, float* out, float* scales) const {
     if (bf16)
@@ -100,9 +100,8 @@ void set_functions(Reader& reader, bool is_key, int dim) {
     const ScoreStored scores[] = {scores_direct_f32<F, 1>, scores_direct_f32<F, 2>, scores_direct_f32<F, 3>,
                                   scores_direct_f32<F, 4>};
     const MixStored mixes[] = {mix_direct_f32<F, 1>, mix_direct_f32<F, 2>, mix_direct_f32<F, 3>, mix_direct_f32<F, 4>};
-    if (is_key) std::copy_n(scores, FEW_BLOCK, reader.score_stored);
+    if (is_key) reader.query_width = value_columns(F, false, dim), std::copy_n(scores, FEW_BLOCK, reader.score_stored);
     if (!is_key) std::copy_n(mixes, FEW_BLOCK, reader.mix_stored);
-    reader.query_width = value_columns(F, false, dim);
   }
 #endif
 #if defined(KV_AVX2)
@@ -110,9 +109,9 @@ void set_functions(Reader& reader, bool is_key, int dim) {
     if (!reader.fixed) return;
     const ScoreStored scores[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
     const MixStored mixes[] = {mix_fixed<F, 1>, mix_fixed<F, 2>, mix_fixed<F, 3>, mix_fixed<F, 4>};
-    if (is_key) reader.pack_query = pack_query_fixed<F>, std::copy_n(scores, FEW_BLOCK, reader.score_stored);
+    if (is_key) reader.query_width = dim, reader.pack_query = pack_query_fixed<F>;
+    if (is_key) std::copy_n(scores, FEW_BLOCK, reader.score_stored);
     if (!is_key) reader.weigh = weigh_fixed, std::copy_n(mixes, FEW_BLOCK, reader.mix_stored);
-    reader.query_width = dim;
   }
 #endif
 #if defined(KV_BF16)
@@ -130,10 +129,10 @@ void set_functions(Reader& reader, bool is_key, int dim) {
 #if defined(KV_VNNI)
     if constexpr (is_quantised(F)) {
       const ScoreStored fixed[] = {scores_fixed<F, 1>, scores_fixed<F, 2>, scores_fixed<F, 3>, scores_fixed<F, 4>};
-      if (is_key) reader.pack_query = pack_query_fixed<F>, std::copy_n(fixed, FEW_BLOCK, reader.score_stored);
+      if (is_key) reader.query_width = dim, reader.pack_query = pack_query_fixed<F>;
+      if (is_key) std::copy_n(fixed, FEW_BLOCK, reader.score_stored);
     }
     const MixStored mixes_fixed[] = {mix_fixed<1>, mix_fixed<2>, mix_fixed<3>, mix_fixed<4>};
-    reader.query_width = dim;
     if (F == Q8 && !is_key) reader.weigh = weigh_fixed, std::copy_n(mixes_fixed, FEW_BLOCK, reader.mix_stored);
 #endif
   }
@@ -163,7 +162,7 @@ inline Reader make_reader(const Store& store, int query_format, bool is_key) {
     reader.order.resize(size_t(store.dim));
     key_order(store.format, reader.bf16, store.dim, reader.order.data());
   }
-  if (!is_key || reader.score_stored[0] != nullptr) {
+  if (!is_key || (reader.score_stored[0] != nullptr && reader.pack_query == nullptr)) {
     reader.places.resize(size_t(store.dim));
     value_places(store.format, reader.bf16, store.dim, reader.places.data());
   }
@@ -546,7 +545,7 @@ inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int ba
     const uint8_t* queries = reinterpret_cast<const uint8_t*>(s.queries.at + size_t(base) * width);
     for_few_rows(begin, end, [&](int row, int count) {
       shape.keys.score_stored[count - 1](queries + size_t(row) * width * 4, tile.keys, s.key_scales.at,
-                                        s.scores.at + size_t(row) * TILE, dim, tile.slots, ahead);
+                                         s.scores.at + size_t(row) * TILE, dim, tile.slots, ahead);
     });
   } else if (shape.scores_direct(rows)) {
     const uint32_t* queries = reinterpret_cast<const uint32_t*>(s.queries.at) + size_t(base) * (dim / 2);
@@ -560,7 +559,8 @@ inline void score(const Shape& shape, const Tile& tile, const Scratch& s, int ba
   }
 }
 
-// The weights of the rows [begin, end) as `mix_stored` takes them; false when the tile's scales are not for it.
+// The weights of the rows [begin, end) as `mix_stored` takes them; false when the tile's scales are not for it: those of `vnni.h`
+// have no sign and are finite.
 inline bool weigh_stored(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end) {
   const int groups = shape.value_dim / GROUP;
   [[maybe_unused]] const bool are_plain =
@@ -578,7 +578,7 @@ inline bool weigh_stored(const Shape& shape, const Tile& tile, const Scratch& s,
 inline void mix_stored(const Shape& shape, const Tile& tile, const Scratch& s, int base, int begin, int end, int num_rows,
                        Ahead& ahead) {
   const bool weighs = shape.weighs(num_rows);
-  const int groups = weighs ? shape.value_dim / GROUP : 0;
+  const int groups = weighs ? shape.value_dim / GROUP : 0;  // weights of f32 have no multipliers
   const uint8_t* weights = reinterpret_cast<const uint8_t*>(weighs ? s.weights.at : s.scores.at);
   const size_t stride = weighs ? size_t(groups) * 2 * TILE : TILE * sizeof(float);
   for_few_rows(begin, end, [&](int row, int count) {
