@@ -171,8 +171,6 @@ def _packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 def _widened_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, added = x.float(), None if bias is None else bias.float()
     step = max(1, WIDENED // weight.shape[1])
-    if step >= weight.shape[0]:
-        return nn.functional.linear(rows, weight.float(), added).bfloat16()
     product = x.new_empty((*x.shape[:-1], weight.shape[0]))
     for begin in range(0, weight.shape[0], step):
         part = slice(begin, begin + step)
@@ -190,11 +188,8 @@ def _packing_helps() -> bool:
     """Where there is no AMX that we could use. Without bf16 products oneDNN is slow over any layout."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
     library = cpu_build.operators()
-    return (not is_x86 or torch.cpu._is_avx512_bf16_supported()) and (
-        isinstance(library, str) or not library.uses_amx()
-    )
+    return not _widening_helps() and (isinstance(library, str) or not library.uses_amx())
 
 
 def _is_plain(module: nn.Linear) -> bool:

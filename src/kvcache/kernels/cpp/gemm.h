@@ -17,6 +17,8 @@ constexpr int MAX_ROWS = 6, VECTORS = 2;
 constexpr int MAX_ROWS = 4, VECTORS = 2;
 #endif
 
+constexpr float FIXED_TINY = 1e-30f;  // the largest of what becomes fixed point counts as zero below
+
 // Whether lines are fetched in the loops of products, or all of a loop's before it: with sixteen registers steps cost a
 // sixth of them.
 constexpr bool STEPS_WITHIN = LANES == 16;

@@ -10,6 +10,7 @@
 //   outputs   lanes are columns: pairs of values of two rows, interleaved
 #pragma once
 
+#include "codes.h"
 #include "direct_f32.h"
 
 namespace kv {
@@ -17,17 +18,8 @@ namespace kv {
 #if defined(KV_AVX2)
 
 constexpr float FIXED_LARGEST = 32767;
-constexpr float FIXED_TINY = 1e-30f;  // below, the largest counts as zero
 
 KV_INLINE __m256i sizes_of(vf x) { return _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0x7fffffff)); }
-
-// The largest lane of what are no signed integers; a NaN is larger than everything.
-KV_INLINE float largest_of(__m256i v) {
-  __m128i a = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  a = _mm_max_epu32(a, _mm_shuffle_epi32(a, 0x4e));
-  a = _mm_max_epu32(a, _mm_shuffle_epi32(a, 0xb1));
-  return bits<float>(_mm_cvtsi128_si32(a));
-}
 
 // x * factor as integers of 16 bits, for two vectors.
 KV_INLINE __m256i to_fixed(vf a, vf b, vf factor) {
@@ -48,17 +40,11 @@ KV_INLINE __m256i widen(const uint8_t* at, int h) {
 template <int F>
 void pack_query_fixed(const float* values, int dim, uint8_t* to) {
   for (int g = 0; g < dim / GROUP; g++) {
-    vf x[GROUP / LANES];
-    __m256i sizes = _mm256_setzero_si256();
-#pragma GCC unroll 4
-    for (int v = 0; v < GROUP / LANES; v++) {
-      x[v] = load<vf>(values + g * GROUP + v * LANES);
-      sizes = _mm256_max_epu32(sizes, sizes_of(x[v]));
-    }
-    const float largest = largest_of(sizes), scale = largest / FIXED_LARGEST + (largest - largest);  // not finite: NaN
+    const float* x = values + g * GROUP;
+    const float largest = largest_size(x), scale = largest / FIXED_LARGEST + (largest - largest);  // not finite: NaN
     const vf factor = splat(largest > FIXED_TINY ? FIXED_LARGEST / largest : 0.0f);
-    store(to + 2 * g * GROUP, to_fixed(x[0], x[1], factor));
-    store(to + 2 * g * GROUP + GROUP, to_fixed(x[2], x[3], factor));
+    for (int i = 0; i < GROUP; i += 2 * LANES)
+      store(to + 2 * (g * GROUP + i), to_fixed(load<vf>(x + i), load<vf>(x + i + LANES), factor));
     std::memcpy(to + 2 * dim + g * sizeof(float), &scale, sizeof(float));
   }
 }

@@ -38,11 +38,9 @@ inline int value_of_unit(int format, int unit, int s) {
   return group * GROUP + byte + s % 2 * 16;
 }
 
-// --- scales -----------------------------------------------------------------------------------------------------------
-
 // Bytes of a group without its scale.
 template <int F>
-constexpr int CODES = F == Q8 ? GROUP : GROUP / 2;
+constexpr int CODES = GROUP / per_unit(F) * 4;
 
 // Whether values of f32 come out in their own order instead of that of units.
 constexpr bool in_own_order(int format) {
@@ -60,6 +58,8 @@ constexpr int span_values(int format) {
 
 // Places of a packed row of values.
 inline int value_columns(int format, bool bf16, int dim) { return round_up(dim, bf16 ? GROUP : span_values(format)); }
+
+// --- scales -----------------------------------------------------------------------------------------------------------
 
 #if defined(KV_AVX512)
 

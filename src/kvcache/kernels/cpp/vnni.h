@@ -29,7 +29,6 @@ namespace kv {
 #if defined(KV_VNNI)
 
 constexpr float FIXED_SIGNED = 127 * 256, FIXED_UNSIGNED = 65535;  // what the largest becomes
-constexpr float FIXED_TINY = 1e-30f;                               // below, the largest counts as zero
 template <int F>
 constexpr int BIAS = F == Q8 ? 128 : 8;
 
