@@ -88,6 +88,18 @@ def test_stops_end_a_chunk() -> None:
     assert planner.plan([100]).slices == [Slice(0, 8)]
 
 
+def test_what_must_begin_whole_is_not_split_by_the_budget() -> None:
+    planner = Scheduler([MemberShape(4, 100)], 8, 4, begins_whole=True)
+    running(planner, 0, 6, 5)
+    first, second = running(planner, 1, 30), running(planner, 2, 20)
+    first.stops = (28, 12)
+    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 28)]  # to its last stop; the other one waits a step
+    first.num_computed = 28
+    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 2), Slice(2, 20)]
+    second.num_computed = 3
+    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 2), Slice(2, 5)]
+
+
 def test_a_chunk_shrinks_to_the_free_blocks() -> None:
     planner = scheduler(tokens=64)
     entry = running(planner, 0, 40, 6)

@@ -225,6 +225,20 @@ def test_states_that_go_on_one_by_one_are_not_reused_for_more(name: str) -> None
     assert_greedy(model, longer[0].tolist(), done[0, 17:].tolist())
 
 
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_states_that_go_on_one_by_one_begin_with_the_whole_prompt(name: str) -> None:
+    model = made(ONE_BY_ONE[name])
+    prompt, lengths = tokens(43), []
+    with Engine(model, kv_bytes="4MiB", block_size=4, max_batch_tokens=8) as engine:
+        embeddings = model.get_input_embeddings()
+        counting = embeddings.register_forward_hook(lambda _module, args, _out: lengths.append(args[0].numel()))
+        done = engine.generate([prompt, prompt[:20][::-1]], max_tokens=3, ignore_eos=True)
+        counting.remove()
+    for given, one in zip((prompt, prompt[:20][::-1]), done, strict=True):
+        assert_greedy(model, given, one.token_ids)
+    assert sorted(lengths)[-2:] == [16, 40] and set(lengths) <= {1, 2, 16, 40}  # to the last block that others can take
+
+
 def test_engines_of_one_model_leave_each_other_their_attention() -> None:
     model = FAMILIES["llama"].build()
     before = model.config._attn_implementation

@@ -126,10 +126,20 @@ class Scheduler:
     """Requests that wait and requests that run.
 
     members: of the cache, those with blocks. max_batch_tokens: of one step. max_sequences: that run at a time.
+    begins_whole: what a sequence computes first is not split, whatever a step may hold: its states would make it go on
+    by single tokens.
     """
 
-    def __init__(self, members: Sequence[MemberShape], max_batch_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        members: Sequence[MemberShape],
+        max_batch_tokens: int,
+        max_sequences: int,
+        *,
+        begins_whole: bool = False,
+    ) -> None:
         self.members = tuple(members)
+        self.begins_whole = begins_whole
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.entries: dict[int, Entry] = {}
@@ -263,7 +273,11 @@ class Scheduler:
     def _chunk(self, entry: Entry, budget: int, left: Sequence[int]) -> int:
         """Tokens of a prompt in this step: as the budget, the next stop and the free blocks allow."""
         begin = entry.num_computed
-        end = min([entry.num_tokens, begin + budget, *(stop for stop in entry.stops if stop > begin)])
+        stops = [stop for stop in entry.stops if begin < stop < entry.num_tokens]
+        if self.begins_whole and not begin:
+            end = max(stops, default=entry.num_tokens) if budget > 0 else 0
+        else:
+            end = min([entry.num_tokens, begin + budget, *stops])
         for member, num_free in zip(self.members, left, strict=True):
             tail = -begin % member.block_size
             blocks = num_free - (entry.copies_tail and tail > 0)

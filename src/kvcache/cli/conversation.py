@@ -203,9 +203,11 @@ class Conversation:
 
     def _prefill(self, branch: Branch, tokens: Sequence[int]) -> int:
         """Compute tokens at the end of the branch; the most likely token after them."""
-        for begin in range(0, len(tokens), CHUNK):
-            chunk = tokens[begin : begin + CHUNK]
-            is_last = begin + CHUNK >= len(tokens)
+        # A model that goes on by single tokens gets all that it begins with at once.
+        step = len(tokens) if self._runner.layout.one_by_one and not branch.cached else CHUNK
+        for begin in range(0, len(tokens), step):
+            chunk = tokens[begin : begin + step]
+            is_last = begin + step >= len(tokens)
             logits = self._runner.forward([Work(branch.sequence, len(branch.cached), chunk, num_logits=int(is_last))])
             branch.cached.extend(chunk)
         return int(logits[-1].argmax())
