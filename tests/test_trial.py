@@ -250,6 +250,10 @@ def test_engines_of_one_model_leave_each_other_their_attention() -> None:
     assert_greedy(model, prompt[::-1], again)
     with pytest.raises(ValueError, match="another Runner or Engine uses it"):
         Engine(model, kv_bytes="1MiB", compile=True)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"attention is 'eager' now and was 'kvcache'.*set_attn_implementation"):
+        second.generate([prompt], max_tokens=8)
+    model.set_attn_implementation("kvcache")
     assert second.generate([prompt], max_tokens=8, ignore_eos=True)[0].token_ids == expected
     second.close()
     assert model.config._attn_implementation == before

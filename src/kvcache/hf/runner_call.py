@@ -134,6 +134,8 @@ class ModelCall:
     ) -> Tensor:
         """Logits [len(kept), vocabulary] of the rows `kept`. The cache has started its pass over `batch`."""
         T = len(tokens)
+        if self._switch is not None:
+            self._switch.check()
         if self._graphs is not None and not is_fresh and T == len(sequences) == len(kept):
             replayed = self._graphs.run(batch, tokens)
             if replayed is not None:
@@ -289,6 +291,15 @@ class AttentionSwitch:
         self._name = name
         self._during = [(config, name if during == attention.NAME else during) for config, during in self._during]
         self._set(self._during)
+
+    def check(self) -> None:
+        """Raise `ValueError` when somebody else has switched the attention meanwhile."""
+        for config, name in self._during:
+            if config._attn_implementation != name:
+                raise ValueError(
+                    f"the model's attention is {config._attn_implementation!r} now and was {name!r} when a Runner or "
+                    f"Engine took it; set it back with model.set_attn_implementation({name!r}), or close that one first"
+                )
 
     def release(self) -> None:
         """One user less; the last one gives the model the attention back that it came with."""
