@@ -34,7 +34,7 @@ __all__ = ["FastLinears", "available_bytes"]
 
 MEMORY_SHARE = 2
 """Packed copies take at most half of the memory that is available."""
-FEW_WITH_UNIT, FEW, FEW_BEFORE_WIDENED, FEW_BESIDE_COPIES = 128, 32, 128, 4
+FEW_WITH_UNIT, FEW, FEW_BEFORE_WIDENED, FEW_BESIDE_COPIES = 128, 32, 256, 4
 """Rows up to which ours is faster: than PyTorch's with AMX and without, than its products of f32, than oneDNN's."""
 WIDENED, WIDENED_ABOVE = 2**21, 8
 """Weights that are f32 at a time: 8 MiB, most of which stays in the caches. Rows above which it pays without ours."""

@@ -12,6 +12,7 @@
 #include <ATen/Parallel.h>
 
 #include "amx.h"
+#include "direct_f32.h"
 #include "rows.h"
 
 namespace kv {
@@ -40,10 +41,12 @@ struct Factors {  // x
   const uint32_t* columns;  // as `pack_columns` has them, 16 rows after the other; null: not for the tile unit
 };
 
-// sums[r][column] = x[r] . weight for MR rows of x and one of weights. FETCH: fetch what lies behind it.
+// sums[r][column + c] = x[r] . weight[c] for MR rows of x and MC of weights. FETCH: fetch what lies behind them.
 #if defined(KV_BF16)
 
-template <int MR, bool FETCH>
+constexpr int WEIGHT_ROWS = 1;  // at a time
+
+template <int MR, int MC, bool FETCH>
 KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weight, int64_t in, float (*sums)[EDGE],
                             int column) {
   const Factor* rows = x.rows + row * x.width;
@@ -84,28 +87,68 @@ inline Factors prepare(const Linear& p) {
 
 #else
 
-// A row of x is f32 here: for each vector of weights its even places and then its odd ones, zeros beyond the values.
-template <int MR, bool FETCH>
+constexpr int WEIGHT_ROWS = 2;  // at a time, where more than two rows of x meet them
+
+// The values [at, at + 2 * LANES) of a row of `in`, zeros beyond them.
+KV_INLINE vu load_pairs(const uint16_t* row, int64_t at, int64_t in) {
+  if (at + 2 * LANES <= in) return load<vu>(row + at);
+  vu pairs = {};
+  std::memcpy(&pairs, row + at, size_t(in - at) * 2);
+  return pairs;
+}
+
+KV_INLINE vf even_of(vu pairs) { return bits<vf>(pairs << 16); }
+KV_INLINE vf odd_of(vu pairs) { return bits<vf>(pairs & 0xffff0000u); }
+
+// A row of x is f32 here: for each vector of weights its even places and then its odd ones, zeros beyond the values. Two rows
+// of weights share what is loaded of x.
+template <int MR, int MC, bool FETCH>
 KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weight, int64_t in, float (*sums)[EDGE],
                             int column) {
   const Factor* rows = x.rows + row * x.width;
-  vf acc[MR][2];
-  for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = splat(0.0f);
-  for (int64_t at = 0; at < x.width; at += 2 * LANES) {
-    if (FETCH && at % DEPTH == 0) __builtin_prefetch(weight + at + WEIGHTS_AHEAD / 2, 0, 2);
-    vu pairs = {};
-    if (at + 2 * LANES <= in)
-      pairs = load<vu>(weight + at);
-    else
-      std::memcpy(&pairs, weight + at, size_t(in - at) * 2);
-    const vf even = bits<vf>(pairs << 16), odd = bits<vf>(pairs & 0xffff0000u);
+  vf acc[MR][2];  // of even and of odd places, or of two rows of weights
 #pragma GCC unroll 4
-    for (int r = 0; r < MR; r++) {
-      acc[r][0] += load<vf>(rows + r * x.width + at) * even;
-      acc[r][1] += load<vf>(rows + r * x.width + at + LANES) * odd;
+  for (int r = 0; r < MR; r++) acc[r][0] = acc[r][1] = splat(0.0f);
+  const auto add = [&](int64_t at, const vu* pairs) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      vf w[MC];
+#pragma GCC unroll 2
+      for (int c = 0; c < MC; c++) w[c] = half == 0 ? even_of(pairs[c]) : odd_of(pairs[c]);
+#pragma GCC unroll 4
+      for (int r = 0; r < MR; r++) {
+        const vf value = load<vf>(rows + r * x.width + at + half * LANES);
+#pragma GCC unroll 2
+        for (int c = 0; c < MC; c++) acc[r][MC == 1 ? half : c] += value * w[c];
+      }
     }
+  };
+  int64_t at = 0;
+  vu pairs[MC];
+#pragma GCC unroll 2
+  for (; at + 2 * LANES <= in; at += 2 * LANES) {
+    if (FETCH && at % DEPTH == 0)
+      for (int c = 0; c < MC; c++) __builtin_prefetch(weight + c * in + at + WEIGHTS_AHEAD / 2, 0, 2);
+#pragma GCC unroll 2
+    for (int c = 0; c < MC; c++) pairs[c] = load<vu>(weight + c * in + at);
+    add(at, pairs);
   }
-  for (int r = 0; r < MR; r++) sums[r][column] = sum(acc[r][0] + acc[r][1]);
+  if (at < in) {
+    for (int c = 0; c < MC; c++) pairs[c] = load_pairs(weight + c * in, at, in);
+    add(at, pairs);
+  }
+  const auto total = [&](int r, int c) { return MC == 1 ? acc[r][0] + acc[r][1] : acc[r][c]; };
+#if KV_LANES == 8
+  vf all[LANES] = {};
+  for (int r = 0; r < MR; r++)
+    for (int c = 0; c < MC; c++) all[r * MC + c] = total(r, c);
+  const vf each = sum_each(all);
+  for (int r = 0; r < MR; r++)
+    for (int c = 0; c < MC; c++) sums[r][column + c] = each[r * MC + c];
+#else
+  for (int r = 0; r < MR; r++)
+    for (int c = 0; c < MC; c++) sums[r][column + c] = sum(total(r, c));
+#endif
 }
 
 inline Factors prepare(const Linear& p) {
@@ -113,8 +156,10 @@ inline Factors prepare(const Linear& p) {
   const int64_t step = 2 * LANES, width = (p.in + step - 1) / step * step;
   rows.reserve(size_t(p.rows * width));
   for (int64_t r = 0; r < p.rows; r++)
-    for (int64_t i = 0; i < width; i++)
-      rows.at[r * width + i / step * step + i % 2 * LANES + i % step / 2] = i < p.in ? bf16_to_float(p.x[r * p.in + i]) : 0.0f;
+    for (int64_t i = 0; i < width; i += step) {
+      const vu pairs = load_pairs(p.x + r * p.in, i, p.in);
+      store(rows.at + r * width + i, even_of(pairs)), store(rows.at + r * width + i + LANES, odd_of(pairs));
+    }
   return {rows.at, width, nullptr};
 }
 
@@ -134,15 +179,20 @@ inline void write_sums(const Linear& p, const float (*sums)[EDGE], int64_t row, 
 template <bool FETCH>
 inline void multiply_directly(const Linear& p, const Factors& x, int64_t row, int rows, int64_t first, int count) {
   alignas(64) float sums[FEW_BLOCK][EDGE] = {};
-  for (int i = 0; i < count; i++) {
+  const auto run = [&](auto columns, int i) {
+    constexpr int MC = decltype(columns)::value;
     const uint16_t* weight = p.weight + (first + i) * p.in;
     switch (rows) {
-      case 1: dot_products<1, FETCH>(x, row, weight, p.in, sums, i); break;
-      case 2: dot_products<2, FETCH>(x, row, weight, p.in, sums, i); break;
-      case 3: dot_products<3, FETCH>(x, row, weight, p.in, sums, i); break;
-      default: dot_products<4, FETCH>(x, row, weight, p.in, sums, i);
+      case 1: dot_products<1, 1, FETCH>(x, row, weight, p.in, sums, i); break;
+      case 2: dot_products<2, 1, FETCH>(x, row, weight, p.in, sums, i); break;
+      case 3: dot_products<3, MC, FETCH>(x, row, weight, p.in, sums, i); break;
+      default: dot_products<4, MC, FETCH>(x, row, weight, p.in, sums, i);
     }
-  }
+  };
+  int i = 0;
+  if (WEIGHT_ROWS > 1 && rows > 2)
+    for (; i + WEIGHT_ROWS <= count; i += WEIGHT_ROWS) run(std::integral_constant<int, WEIGHT_ROWS>(), i);
+  for (; i < count; i++) run(std::integral_constant<int, 1>(), i);
   write_sums(p, sums, row, rows, first, count);
 }
 
