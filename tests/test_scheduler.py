@@ -88,16 +88,27 @@ def test_stops_end_a_chunk() -> None:
     assert planner.plan([100]).slices == [Slice(0, 8)]
 
 
-def test_what_must_begin_whole_is_not_split_by_the_budget() -> None:
-    planner = Scheduler([MemberShape(4, 100)], 8, 4, begins_whole=True)
+def test_what_goes_on_by_single_tokens_begins_with_more_than_a_step_holds() -> None:
+    planner = Scheduler([MemberShape(4, 100)], 8, 4, beginning=40)
     running(planner, 0, 6, 5)
-    first, second = running(planner, 1, 30), running(planner, 2, 20)
-    first.stops = (28, 12)
-    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 28)]  # to its last stop; the other one waits a step
-    first.num_computed = 28
-    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 2), Slice(2, 20)]
-    second.num_computed = 3
-    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 2), Slice(2, 5)]
+    first, second = running(planner, 1, 33), running(planner, 2, 20)
+    first.stops = (32, 12)  # a state at 12 would leave too many tokens that go one by one
+    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 32)]  # the other one waits a step
+    first.num_computed = 32
+    planner.computed(first)
+    second.stops = (16, 18)
+    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 1), Slice(2, 18)]
+    assert planner.plan([5]).slices == [Slice(0, 1), Slice(1, 1)]  # not a part of it, beside others
+    second.num_computed = 18
+    assert planner.plan([100]).slices == [Slice(0, 1), Slice(1, 1), Slice(2, 2)]
+    longer = Scheduler([MemberShape(4, 100)], 8, 4, beginning=40)
+    entry = running(longer, 0, 101)
+    entry.stops = (100, 8)
+    assert longer.plan([100]).slices == [Slice(0, 40)]
+    assert longer.plan([5]).slices == [Slice(0, 20)]  # alone, it takes what there is
+    entry.stops = (100, 92)
+    longer.beginning = 200
+    assert longer.plan([100]).slices == [Slice(0, 92)]  # a state that another one waits for
 
 
 def test_a_chunk_shrinks_to_the_free_blocks() -> None:

@@ -226,17 +226,19 @@ def test_states_that_go_on_one_by_one_are_not_reused_for_more(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
-def test_states_that_go_on_one_by_one_begin_with_the_whole_prompt(name: str) -> None:
+def test_states_that_go_on_one_by_one_begin_with_the_prompt_and_are_shared(name: str) -> None:
     model = made(ONE_BY_ONE[name])
-    prompt, lengths = tokens(43), []
+    shared, lengths = tokens(80), []
+    prompts = [[*shared, *tokens(count, seed=count)] for count in (3, 4, 5)]
     with Engine(model, kv_bytes="4MiB", block_size=4, max_batch_tokens=8) as engine:
         embeddings = model.get_input_embeddings()
         counting = embeddings.register_forward_hook(lambda _module, args, _out: lengths.append(args[0].numel()))
-        done = engine.generate([prompt, prompt[:20][::-1]], max_tokens=3, ignore_eos=True)
+        done = engine.generate(prompts, max_tokens=3, ignore_eos=True)
         counting.remove()
-    for given, one in zip((prompt, prompt[:20][::-1]), done, strict=True):
+    for given, one in zip(prompts, done, strict=True):
         assert_greedy(model, given, one.token_ids)
-    assert sorted(lengths)[-2:] == [16, 40] and set(lengths) <= {1, 2, 16, 40}  # to the last block that others can take
+    assert [one.cached_tokens for one in done] == [0, 80, 80]
+    assert max(lengths) == 80 and sorted(lengths)[-2] <= 3  # the rest one by one, for at most three prompts
 
 
 def test_engines_of_one_model_leave_each_other_their_attention() -> None:
@@ -251,6 +253,8 @@ def test_engines_of_one_model_leave_each_other_their_attention() -> None:
     with pytest.raises(ValueError, match="another Runner or Engine uses it"):
         Engine(model, kv_bytes="1MiB", compile=True)
     model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="attention is 'eager' now"):
+        Engine(model, kv_bytes="1MiB")
     with pytest.raises(ValueError, match=r"attention is 'eager' now and was 'kvcache'.*set_attn_implementation"):
         second.generate([prompt], max_tokens=8)
     model.set_attn_implementation("kvcache")

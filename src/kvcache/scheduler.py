@@ -7,6 +7,8 @@ A step of at most 8 tokens, three slots, A and B decoding, C with a prompt of 20
     C         6 of 20          6                6                2, and its first token
     D         (no slot)
 
+(Sequences that go on by single tokens begin with more: `beginning`.)
+
 Order is priority, then arrival, for everything: who gets tokens first, who is admitted first, and, backwards, who is
 preempted when the pool is short. Why this cannot deadlock:
 
@@ -126,8 +128,7 @@ class Scheduler:
     """Requests that wait and requests that run.
 
     members: of the cache, those with blocks. max_batch_tokens: of one step. max_sequences: that run at a time.
-    begins_whole: what a sequence computes first is not split, whatever a step may hold: its states would make it go on
-    by single tokens.
+    beginning: tokens that a sequence may begin with, where it goes on by single tokens and steps hold fewer.
     """
 
     def __init__(
@@ -136,10 +137,10 @@ class Scheduler:
         max_batch_tokens: int,
         max_sequences: int,
         *,
-        begins_whole: bool = False,
+        beginning: int = 0,
     ) -> None:
         self.members = tuple(members)
-        self.begins_whole = begins_whole
+        self.beginning = beginning
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.entries: dict[int, Entry] = {}
@@ -274,15 +275,30 @@ class Scheduler:
         """Tokens of a prompt in this step: as the budget, the next stop and the free blocks allow."""
         begin = entry.num_computed
         stops = [stop for stop in entry.stops if begin < stop < entry.num_tokens]
-        if self.begins_whole and not begin:
-            end = max(stops, default=entry.num_tokens) if budget > 0 else 0
-        else:
-            end = min([entry.num_tokens, begin + budget, *stops])
+        is_beginning = self.beginning > self.max_batch_tokens and not begin and budget > 0
+        wanted = (
+            self._beginning(entry.num_tokens, stops)
+            if is_beginning
+            else min([begin + budget, entry.num_tokens, *stops])
+        )
+        end = wanted
         for member, num_free in zip(self.members, left, strict=True):
             tail = -begin % member.block_size
             blocks = num_free - (entry.copies_tail and tail > 0)
             end = min(end, begin + max(0, (tail if blocks >= 0 else 0) + max(0, blocks) * member.block_size))
+        if is_beginning and end < wanted and not self.is_alone:
+            return 0  # there will be room for all of it: what is cut off would go by single tokens
         return max(0, end - begin)
+
+    def _beginning(self, num_tokens: int, stops: Sequence[int]) -> int:
+        """Where the first forward of a sequence ends that goes on by single tokens.
+
+        A token alone takes as long as eight of many: a state that others want may leave an eighth of them alone.
+        """
+        longest, last = min(num_tokens, self.beginning), max(stops, default=num_tokens)
+        return min(
+            (s for s in stops if s <= longest and (s == last or (num_tokens - s) * 8 <= num_tokens)), default=longest
+        )
 
     def _take(self, entry: Entry, count: int, left: list[int], taken: int = 0) -> bool:
         """Take blocks for `count` tokens, `taken` of which have theirs, out of `left`; false where too few are left."""

@@ -203,11 +203,12 @@ class Conversation:
 
     def _prefill(self, branch: Branch, tokens: Sequence[int]) -> int:
         """Compute tokens at the end of the branch; the most likely token after them."""
-        # A model that goes on by single tokens gets all that it begins with at once.
-        step = len(tokens) if self._runner.layout.one_by_one and not branch.cached else CHUNK
-        for begin in range(0, len(tokens), step):
+        begin = 0
+        while begin < len(tokens):
+            step = CHUNK if branch.cached else self._runner.layout.beginning(CHUNK)
             chunk = tokens[begin : begin + step]
-            is_last = begin + step >= len(tokens)
+            begin += len(chunk)
+            is_last = begin == len(tokens)
             logits = self._runner.forward([Work(branch.sequence, len(branch.cached), chunk, num_logits=int(is_last))])
             branch.cached.extend(chunk)
         return int(logits[-1].argmax())

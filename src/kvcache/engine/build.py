@@ -18,7 +18,6 @@ from kvcache.hf.loading import Loaded, load
 from kvcache.hf.runner import Runner, members_of
 from kvcache.hf.trial import tried_layout
 from kvcache.scheduler import MemberShape, Scheduler
-from kvcache.spec import MAX_POSITION
 
 __all__ = ["Options", "core", "drafter", "initialised", "max_length", "stop_tokens"]
 
@@ -56,8 +55,8 @@ def core(loaded: Loaded, options: Options) -> Core:
     formats = dtype_name(model.dtype) if options.formats is None else options.formats
     sizes = memory.measure(model, layout, formats, size)
     members = members_of(layout, size)
-    longest = MAX_POSITION if layout.one_by_one else options.max_batch  # see `Scheduler.begins_whole`
-    limits = {"max_sequences": options.max_sequences, "max_batch": longest}
+    beginning = layout.beginning(options.max_batch)
+    limits = {"max_sequences": options.max_sequences, "max_batch": beginning}
     shapes = memory.divide(options.num_bytes, sizes, members, max_length=length, device=model.device, **limits)
     guesses = drafter(options.draft, dtype=options.dtype, layout=layout, model=model, max_length=length, **limits)
     cache = initialised(
@@ -67,7 +66,7 @@ def core(loaded: Loaded, options: Options) -> Core:
     if options.prefix_cache:
         namespace = namespace_of(loaded.fingerprint, formats, size, layout.layers)
         prefixes = Prefixes(members, namespace, size)
-    scheduler = Scheduler(shapes, options.max_batch, options.max_sequences, begins_whole=layout.one_by_one)
+    scheduler = Scheduler(shapes, options.max_batch, options.max_sequences, beginning=beginning)
     bounds = [bound for bound in (length, scheduler.capacity()) if bound is not None]
     runner = Runner(model, cache, layout=layout, compile=options.compile)
     try:

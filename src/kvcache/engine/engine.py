@@ -45,7 +45,8 @@ class Engine:
 
     model: "demo", a hub id, a folder, a .gguf file, or a transformers model (which keeps its own type).
     kv_bytes: for keys, values and states ("4GiB", a number); None: a quarter of what is available. kv_dtype: their
-    format, or a pair; None: the model's type. max_sequences: that run at a time; max_batch_tokens: of one step.
+    format, or a pair; None: the model's type. max_sequences: that run at a time; max_batch_tokens: of one step
+    (models that go on by single tokens, as Mamba and Jamba do, begin with up to 4096).
     prefix_cache: reuse what earlier requests computed. draft: guess up to `num_drafts` tokens ahead, by "lookup" or by
     a smaller model (as `model`; its cache comes on top of kv_bytes). compile: run the model through torch.compile,
     which takes a minute or so here and now.

@@ -38,6 +38,9 @@ __all__ = ["Layer", "Layout", "decoder_of", "dtype_name", "layout_of"]
 # Their scan over several tokens begins at zero; only that of a single token begins with the state.
 _ONE_BY_ONE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 
+_BEGINNING = 4096
+"""Tokens that these begin with at once. Their scan takes memory for each: 0.4 MiB a token of 130M parameters."""
+
 # Why these are refused: their modeling code reaches into layer objects of their own making, or has no Cache at all.
 _OWN_LAYERS = "its modeling code talks to cache layers of its own making"
 _REFUSED = {
@@ -113,6 +116,10 @@ class Layout:
     def state_member(self) -> int:
         """The member that keeps states. Only with `has_states`."""
         return len(self.spans)
+
+    def beginning(self, max_batch: int) -> int:
+        """Tokens that a sequence may begin with where steps hold `max_batch`: more, if what follows goes one by one."""
+        return max(max_batch, _BEGINNING) if self.one_by_one else max_batch
 
     def member(self, layer: int) -> int:
         """The member that keeps the keys and values of `layer`; -1 for a layer without."""

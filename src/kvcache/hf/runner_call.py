@@ -261,6 +261,7 @@ class AttentionSwitch:
             switch = _switches[model] = AttentionSwitch(model)
         if switch._name != attention.NAME:
             raise ValueError(_IN_USE)
+        switch.check()
         switch._num_users += 1
         return switch
 
@@ -295,7 +296,7 @@ class AttentionSwitch:
     def check(self) -> None:
         """Raise `ValueError` when somebody else has switched the attention meanwhile."""
         for config, name in self._during:
-            if config._attn_implementation != name:
+            if name in (attention.NAME, compiled.NAME) and config._attn_implementation != name:
                 raise ValueError(
                     f"the model's attention is {config._attn_implementation!r} now and was {name!r} when a Runner or "
                     f"Engine took it; set it back with model.set_attn_implementation({name!r}), or close that one first"
