@@ -107,8 +107,10 @@ def test_what_goes_on_by_single_tokens_begins_with_more_than_a_step_holds() -> N
     assert longer.plan([100]).slices == [Slice(0, 40)]
     assert longer.plan([5]).slices == [Slice(0, 20)]  # alone, it takes what there is
     entry.stops = (100, 92)
-    longer.beginning = 200
+    longer.beginning = longer.max_batch_tokens = 200
     assert longer.plan([100]).slices == [Slice(0, 92)]  # a state that another one waits for
+    entry.stops = (100, 8)
+    assert longer.plan([100]).slices == [Slice(0, 100)]
 
 
 def test_a_chunk_shrinks_to_the_free_blocks() -> None:

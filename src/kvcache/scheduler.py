@@ -128,7 +128,7 @@ class Scheduler:
     """Requests that wait and requests that run.
 
     members: of the cache, those with blocks. max_batch_tokens: of one step. max_sequences: that run at a time.
-    beginning: tokens that a sequence may begin with, where it goes on by single tokens and steps hold fewer.
+    beginning: tokens that a sequence may begin with, where it goes on by single tokens; 0: it goes on as it likes.
     """
 
     def __init__(
@@ -275,13 +275,11 @@ class Scheduler:
         """Tokens of a prompt in this step: as the budget, the next stop and the free blocks allow."""
         begin = entry.num_computed
         stops = [stop for stop in entry.stops if begin < stop < entry.num_tokens]
-        is_beginning = self.beginning > self.max_batch_tokens and not begin and budget > 0
-        wanted = (
-            self._beginning(entry.num_tokens, stops)
-            if is_beginning
-            else min([begin + budget, entry.num_tokens, *stops])
-        )
-        end = wanted
+        is_beginning = self.beginning > 0 and not begin and budget > 0
+        end = min([begin + budget, entry.num_tokens, *stops])
+        if is_beginning:
+            end = self._beginning(entry.num_tokens, stops)
+        wanted = end
         for member, num_free in zip(self.members, left, strict=True):
             tail = -begin % member.block_size
             blocks = num_free - (entry.copies_tail and tail > 0)

@@ -66,7 +66,9 @@ def core(loaded: Loaded, options: Options) -> Core:
     if options.prefix_cache:
         namespace = namespace_of(loaded.fingerprint, formats, size, layout.layers)
         prefixes = Prefixes(members, namespace, size)
-    scheduler = Scheduler(shapes, options.max_batch, options.max_sequences, beginning=beginning)
+    scheduler = Scheduler(
+        shapes, options.max_batch, options.max_sequences, beginning=beginning if layout.one_by_one else 0
+    )
     bounds = [bound for bound in (length, scheduler.capacity()) if bound is not None]
     runner = Runner(model, cache, layout=layout, compile=options.compile)
     try:
