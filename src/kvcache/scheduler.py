@@ -128,7 +128,7 @@ class Scheduler:
     """Requests that wait and requests that run.
 
     members: of the cache, those with blocks. max_batch_tokens: of one step. max_sequences: that run at a time.
-    beginning: tokens that a sequence may begin with, where it goes on by single tokens; 0: it goes on as it likes.
+    beginning: tokens that a sequence may begin with all the same, if it goes on by single tokens; 0: it does not.
     """
 
     def __init__(
@@ -293,7 +293,8 @@ class Scheduler:
 
         A token alone takes as long as eight of many: a state that others want may leave an eighth of them alone.
         """
-        longest, last = min(num_tokens, self.beginning), max(stops, default=num_tokens)
+        longest = min(num_tokens, max(self.beginning, self.max_batch_tokens))
+        last = max(stops, default=num_tokens)
         return min(
             (s for s in stops if s <= longest and (s == last or (num_tokens - s) * 8 <= num_tokens)), default=longest
         )

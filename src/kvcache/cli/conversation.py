@@ -205,7 +205,7 @@ class Conversation:
         """Compute tokens at the end of the branch; the most likely token after them."""
         begin = 0
         while begin < len(tokens):
-            step = CHUNK if branch.cached else self._runner.layout.beginning(CHUNK)
+            step = CHUNK if branch.cached else max(CHUNK, self._runner.layout.beginning)
             chunk = tokens[begin : begin + step]
             begin += len(chunk)
             is_last = begin == len(tokens)

@@ -64,7 +64,7 @@ def _runner(loaded: Loaded, kv_dtype: str | None, capacity: int, max_tokens: int
         capacity=capacity,
         dtype=kv_dtype or "auto",
         max_sequences=MAX_BRANCHES,
-        max_batch=min(layout.beginning(CHUNK), capacity),
+        max_batch=min(max(CHUNK, layout.beginning), capacity),
         memory=max(windows) + 2 * max_tokens if windows else None,
         checkpoints=CHECKPOINT_INTERVAL,
     )

@@ -55,8 +55,7 @@ def core(loaded: Loaded, options: Options) -> Core:
     formats = dtype_name(model.dtype) if options.formats is None else options.formats
     sizes = memory.measure(model, layout, formats, size)
     members = members_of(layout, size)
-    beginning = layout.beginning(options.max_batch)
-    limits = {"max_sequences": options.max_sequences, "max_batch": beginning}
+    limits = {"max_sequences": options.max_sequences, "max_batch": max(options.max_batch, layout.beginning)}
     shapes = memory.divide(options.num_bytes, sizes, members, max_length=length, device=model.device, **limits)
     guesses = drafter(options.draft, dtype=options.dtype, layout=layout, model=model, max_length=length, **limits)
     cache = initialised(
@@ -66,9 +65,7 @@ def core(loaded: Loaded, options: Options) -> Core:
     if options.prefix_cache:
         namespace = namespace_of(loaded.fingerprint, formats, size, layout.layers)
         prefixes = Prefixes(members, namespace, size)
-    scheduler = Scheduler(
-        shapes, options.max_batch, options.max_sequences, beginning=beginning if layout.one_by_one else 0
-    )
+    scheduler = Scheduler(shapes, options.max_batch, options.max_sequences, beginning=layout.beginning)
     bounds = [bound for bound in (length, scheduler.capacity()) if bound is not None]
     runner = Runner(model, cache, layout=layout, compile=options.compile)
     try:

@@ -117,9 +117,10 @@ class Layout:
         """The member that keeps states. Only with `has_states`."""
         return len(self.spans)
 
-    def beginning(self, max_batch: int) -> int:
-        """Tokens that a sequence may begin with where steps hold `max_batch`: more, if what follows goes one by one."""
-        return max(max_batch, _BEGINNING) if self.one_by_one else max_batch
+    @property
+    def beginning(self) -> int:
+        """Tokens that a sequence may begin with though a step holds fewer, as the rest goes one by one; or 0."""
+        return _BEGINNING if self.one_by_one else 0
 
     def member(self, layer: int) -> int:
         """The member that keeps the keys and values of `layer`; -1 for a layer without."""

@@ -1,8 +1,8 @@
 // Few rows times the weights of a linear layer, bf16 [out, in] as they lie in the model: no copy, nothing packed.
 //
 // Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows at a
-// time are dot products along one row of weights after the other. With the tile unit (`amx.h`) 4 and more are, where `in` is a
-// multiple of 32 and for whole panels,
+// time are dot products along one row of weights after the other, or along two without bf16 products. With the tile unit
+// (`amx.h`) 4 and more are, where `in` is a multiple of 32 and for whole panels,
 //
 //   product^T [16 weights][16 rows]  +=  weights [16][32 values]  .  x^T [16 pairs][16 rows], which is packed once
 //
@@ -97,9 +97,6 @@ KV_INLINE vu load_pairs(const uint16_t* row, int64_t at, int64_t in) {
   return pairs;
 }
 
-KV_INLINE vf even_of(vu pairs) { return bits<vf>(pairs << 16); }
-KV_INLINE vf odd_of(vu pairs) { return bits<vf>(pairs & 0xffff0000u); }
-
 // A row of x is f32 here: for each vector of weights its even places and then its odd ones, zeros beyond the values. Two rows
 // of weights share what is loaded of x.
 template <int MR, int MC, bool FETCH>
@@ -114,7 +111,7 @@ KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weigh
     for (int half = 0; half < 2; half++) {
       vf w[MC];
 #pragma GCC unroll 2
-      for (int c = 0; c < MC; c++) w[c] = half == 0 ? even_of(pairs[c]) : odd_of(pairs[c]);
+      for (int c = 0; c < MC; c++) w[c] = expand_f32<BF16>(pairs[c], half);
 #pragma GCC unroll 4
       for (int r = 0; r < MR; r++) {
         const vf value = load<vf>(rows + r * x.width + at + half * LANES);
@@ -158,7 +155,7 @@ inline Factors prepare(const Linear& p) {
   for (int64_t r = 0; r < p.rows; r++)
     for (int64_t i = 0; i < width; i += step) {
       const vu pairs = load_pairs(p.x + r * p.in, i, p.in);
-      store(rows.at + r * width + i, even_of(pairs)), store(rows.at + r * width + i + LANES, odd_of(pairs));
+      for (int half = 0; half < 2; half++) store(rows.at + r * width + i + half * LANES, expand_f32<BF16>(pairs, half));
     }
   return {rows.at, width, nullptr};
 }
