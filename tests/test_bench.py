@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from kvcache import backends, formats, kernels
 from kvcache.bench import attention, bookkeeping, peers, put, report, shift
 from kvcache.bench.machine import cache_bytes, describe, machine
-from kvcache.bench.outside import find_python
+from kvcache.bench.outside import Pipe, find_python
 from kvcache.bench.paged import Case, Heads, Paged, Pool, make_batch, paged_visit
 from kvcache.bench.plot import plot
 from kvcache.bench.stream import Stream, read_bandwidth
@@ -114,6 +115,18 @@ def test_a_peer_whose_python_has_no_vllm_is_absent(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("KVCACHE_VLLM_PYTHON", sys.executable)
     (table,) = put.tables(TINY_PUT)
     assert any("vLLM is absent" in note and "No module named" in note for note in table.notes)
+
+
+def test_a_peer_is_stopped_while_nobody_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCACHE_VLLM_PYTHON", sys.executable)
+    with contextlib.ExitStack() as stack:
+        with pytest.raises(RuntimeError, match="No module named"):
+            Pipe("vllm", 1, stack)
+        child = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOWAIT)
+        assert child is not None
+        assert child.si_code == os.CLD_STOPPED
+    with pytest.raises(ChildProcessError):  # it has ended, and somebody has waited for it
+        os.waitpid(child.si_pid, 0)
 
 
 @pytest.mark.parametrize(("peer", "environment"), [("vLLM", "vllm"), ("llama.cpp", "llama")])

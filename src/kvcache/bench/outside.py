@@ -1,5 +1,8 @@
 """Contenders that cannot live in our environment: each in its own, as a process that is visited through a pipe.
 
+It is stopped (SIGSTOP) while nobody asks it, and all that it has started with it: vLLM's waits in a loop that takes a
+quarter of a core, which the others would be measured beside.
+
 | peer      | environment            | process           | what it runs                                         |
 |-----------|------------------------|-------------------|------------------------------------------------------|
 | vLLM      | benchmarks/.venv-vllm  | `vllm_worker.py`  | `cpu_attention_with_kv_cache`, and its cache's write |
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from contextlib import ExitStack
@@ -62,13 +66,16 @@ class Pipe:
             text=True,
             # Its packages are its own, not ours by PYTHONPATH; threads as many as ours.
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(num_threads)},
+            process_group=0,  # one of its own; what is stopped in it ends with us, should we be killed
         )
         stack.callback(self._process.communicate)  # its input ends, and so does it
+        stack.callback(self._signal, signal.SIGCONT)
         self.hello = self.ask(do="hello")
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -77,10 +84,16 @@ class Pipe:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"its process ended: {self._last_words()}")
+        self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"it refuses {request['do']!r}: {answer['error']}")
         return answer
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and those that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
     def visit(self, name: str, num_calls: int) -> list[float]:
         seconds: list[float] = self.ask(do="visit", name=name, calls=num_calls)["seconds"]
