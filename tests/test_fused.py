@@ -222,6 +222,8 @@ def test_the_operator_refuses_rows_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="6 of 8 values"):
         turn(q, k, cos[..., :6], sin[..., :6], False)
     assert [x.shape for x in turn(q[:, :0], k[:, :0], cos, sin, True)] == [(2, 0, 5, 8)] * 2
+    with pytest.raises(NotImplementedError, match="turn"):  # nothing lies there
+        turn(q.to("meta"), k.to("meta"), cos.to("meta"), sin.to("meta"), True)
 
 
 def test_attention_with_other_rotary_embeddings_or_a_forward_of_its_own_is_left_alone() -> None:

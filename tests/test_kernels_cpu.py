@@ -388,6 +388,9 @@ def test_batches_beyond_the_storage_raise() -> None:
         CpuKernel().attend(queries.double(), keys, keys, world.batch, scale=1.0)
     with pytest.raises(ValueError, match=r"refuses: the values are stored in rows of 32; heads of 30 in f32 have 30"):
         CpuKernel().attend(queries, keys, Stored(keys.array, keys.format, 30), world.batch, scale=1.0)
+    elsewhere = Stored(keys.array.to("meta"), keys.format, 32)
+    with pytest.raises(ValueError, match=r"refuses: .* the values are elsewhere"):
+        CpuKernel().attend(queries, keys, elsewhere, world.batch, scale=1.0)
     (segment,) = world.batch.segments
     for bad in (
         Segment(segment.rows, segment.block_table[:1], 5, 0, None),

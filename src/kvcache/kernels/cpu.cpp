@@ -241,18 +241,25 @@ TORCH_LIBRARY(KVCACHE_NAMESPACE, library) {
   library.def("set_amx", set_amx);
   library.def(
       "attend(Tensor queries, Tensor keys, Tensor values, int key_format, int value_format, int value_dim, "
-      "Tensor[] plan, int num_blocks, int block_size, float scale, float? softcap, Tensor? sinks) -> Tensor",
-      attend);
+      "Tensor[] plan, int num_blocks, int block_size, float scale, float? softcap, Tensor? sinks) -> Tensor");
   library.def(
       "put(Tensor(a!) keys, Tensor(b!) values, int key_format, int value_format, Tensor slots, Tensor new_keys, "
-      "Tensor new_values) -> ()",
-      put);
+      "Tensor new_values) -> ()");
   library.def(
       "shift(Tensor(a!) keys, int format, int dim, Tensor slots, Tensor offsets, Tensor inv_freq, int begin, "
-      "bool interleaved) -> ()",
-      shift);
-  library.def("gelu_tanh(Tensor x) -> Tensor", gelu_tanh);
-  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear);
-  library.def("rms_norm(Tensor x, Tensor weight, float offset, float eps, bool rounds_first) -> Tensor", rms_norm);
-  library.def("turn(Tensor queries, Tensor keys, Tensor cosines, Tensor sines, bool takes_part) -> (Tensor, Tensor)", turn);
+      "bool interleaved) -> ()");
+  library.def("gelu_tanh(Tensor x) -> Tensor");
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("rms_norm(Tensor x, Tensor weight, float offset, float eps, bool rounds_first) -> Tensor");
+  library.def("turn(Tensor queries, Tensor keys, Tensor cosines, Tensor sines, bool takes_part) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(KVCACHE_NAMESPACE, CPU, library) {
+  library.impl("attend", attend);
+  library.impl("put", put);
+  library.impl("shift", shift);
+  library.impl("gelu_tanh", gelu_tanh);
+  library.impl("linear", linear);
+  library.impl("rms_norm", rms_norm);
+  library.impl("turn", turn);
 }

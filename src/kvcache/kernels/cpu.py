@@ -109,7 +109,7 @@ class CpuKernel(Kernel, Writer):
                 softcap,
                 None if sinks is None else sinks.to(device="cpu", dtype=torch.float32).contiguous(),
             )
-        except ValueError:
+        except (ValueError, NotImplementedError):  # what is on another device is a NotImplementedError
             queries_per_head(queries, keys, values, sinks, softcap)
             self._explain(queries, keys, values, batch, plan)
         return out if queries.is_cpu else out.to(queries.device)
@@ -151,7 +151,7 @@ class CpuKernel(Kernel, Writer):
                 new_keys,
                 new_values,
             )
-        except (ValueError, RuntimeError):  # what is no tensor is a RuntimeError
+        except (ValueError, RuntimeError):  # what is no tensor, or on another device, is a RuntimeError
             _explain_put(keys, values, slots, new_keys, new_values)
             raise
 
