@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 from families import FAMILIES  # noqa: E402  after the skips
 from kvcache import Engine, Request, SamplingParams  # noqa: E402
 from kvcache.hf import graphs  # noqa: E402
-from kvcache.hf.graphs import Captured, DecodeGraphs  # noqa: E402
+from kvcache.hf.graphs import DecodeGraphs  # noqa: E402
 from kvcache.hf.runner import Runner, Work  # noqa: E402
 from kvcache.kernels import triton_kernel  # noqa: E402
 
@@ -93,29 +95,37 @@ class _Launches:
         return Launcher()
 
 
+Call = Callable[[], Any]
+
+
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """The graphs that are made: CUDA's where there is a GPU, else tapes on the CPU, in Triton's interpreter."""
-    made: list[Captured] = []
+    made: list[Call] = []
     real = graphs.CAPTURES["cuda"]
     if IS_INTERPRETED:
         library = _Launches(triton_kernel._device_code())
         monkeypatch.setattr(triton_kernel, "_device_code", lambda: library)
 
-    def capture(call: Callable[[], Tensor], pool: Any) -> Captured:
-        if not IS_INTERPRETED:
-            made.append(real(call, pool))
-            return made[-1]
+    def taped(call: Call) -> Call:
         tape = Tape(triton_kernel._device_code())
         with monkeypatch.context() as patch, tape:
             patch.setattr(triton_kernel, "_device_code", lambda: tape.library)
             logits = call()
         logits.fill_(float("nan"))  # nothing has been computed by a capture
-        made.append(Captured(logits, tape.replay))
-        return made[-1]
+        return tape.replay
+
+    def captures(device: torch.device) -> Callable[[Call], Call]:
+        own = taped if IS_INTERPRETED else real(device)
+
+        def capture(call: Call) -> Call:
+            made.append(own(call))
+            return made[-1]
+
+        return capture
 
     monkeypatch.setenv("KVCACHE_KERNEL", "triton")
-    monkeypatch.setitem(graphs.CAPTURES, DEVICE, capture)
+    monkeypatch.setitem(graphs.CAPTURES, DEVICE, captures)
     monkeypatch.setattr(graphs, "MIN_SLOTS", 16)
     return made
 
@@ -135,7 +145,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2", "qwen3"])
 def test_an_engines_tokens_are_those_without_graphs(
-    family: str, made: list[Captured], monkeypatch: pytest.MonkeyPatch
+    family: str, made: list[Call], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests join and leave, contexts outgrow their graph, spans forget, a prefix is shared."""
     model = FAMILIES[family].build().to(DEVICE)
@@ -162,7 +172,7 @@ def test_an_engines_tokens_are_those_without_graphs(
     assert all(len(found) == 5 + 2 * int(name) for name, found in captured)
 
 
-def test_one_graph_serves_steps_of_fewer_sequences_and_longer_contexts(made: list[Captured]) -> None:
+def test_one_graph_serves_steps_of_fewer_sequences_and_longer_contexts(made: list[Call]) -> None:
     model = FAMILIES["llama"].build().to(DEVICE)
     with Runner(model, capacity=256, max_sequences=4, dtype="f32") as runner, torch.inference_mode():
         runner.forward([Work(i, 0, [3 + i, 7, 9]) for i in range(4)])
@@ -177,9 +187,7 @@ def test_one_graph_serves_steps_of_fewer_sequences_and_longer_contexts(made: lis
         assert own is not None and len(own) == len(made) == 2  # 4 rows in order; 1 row with a gap
 
 
-def test_a_model_that_waits_for_the_device_runs_as_before(
-    made: list[Captured], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_waits_for_the_device_runs_as_before(made: list[Call], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="kvcache")
     model = FAMILIES["llama"].build().to(DEVICE)
     own = model.lm_head.forward
@@ -195,16 +203,16 @@ def test_a_model_that_waits_for_the_device_runs_as_before(
 
 
 def test_a_size_without_memory_runs_as_before_and_others_are_captured(
-    made: list[Captured], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: list[Call], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    capture, failures = graphs.CAPTURES[DEVICE], [torch.OutOfMemoryError("CUDA out of memory")]
+    capture, failures = graphs.CAPTURES[DEVICE](torch.device(DEVICE)), [torch.OutOfMemoryError("CUDA out of memory")]
 
-    def short_of_memory(*given: Any) -> Captured:
+    def short_of_memory(call: Call) -> Call:
         if failures:
             raise failures.pop()
-        return capture(*given)
+        return capture(call)
 
-    monkeypatch.setitem(graphs.CAPTURES, DEVICE, short_of_memory)
+    monkeypatch.setitem(graphs.CAPTURES, DEVICE, lambda _: short_of_memory)
     with Runner(FAMILIES["llama"].build().to(DEVICE), capacity=64, max_sequences=2, dtype="f32") as runner:
         for sequence in range(2):
             runner.forward([Work(sequence, 0, [3, 1])])
@@ -216,7 +224,7 @@ def test_a_size_without_memory_runs_as_before_and_others_are_captured(
     assert "no memory to capture decode steps of" in caplog.text
 
 
-def test_sequences_out_of_order_have_graphs_of_their_own(made: list[Captured]) -> None:
+def test_sequences_out_of_order_have_graphs_of_their_own(made: list[Call]) -> None:
     with Runner(FAMILIES["llama"].build().to(DEVICE), capacity=64, max_sequences=2, dtype="f32") as runner:
         for sequence in range(2):
             runner.forward([Work(sequence, 0, [3, 1, 4, 1, 5])])
@@ -230,7 +238,71 @@ def test_sequences_out_of_order_have_graphs_of_their_own(made: list[Captured]) -
         assert len(made) == 2
 
 
-def test_other_kernels_are_left_alone(made: list[Captured], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_out_of_order_one_after_the_other(made: list[Call]) -> None:
+    """Layers that see all lose an early token, which those with a window have forgotten; then both lose a late one."""
+    with Runner(
+        FAMILIES["gemma3"].build().to(DEVICE), capacity=64, max_sequences=1, dtype="f32", block_size=4
+    ) as runner:
+        runner.forward([Work(0, 0, list(range(3, 25)))])
+        for number, (begin, end) in enumerate(((1, 2), (18, 19))):
+            runner.cache.remove(0, begin, end)
+            first = runner.forward([Work(0, 21, [9])])
+            dense = [member.tables.sequences[0].is_dense for member in runner.members]
+            assert dense == ([True, False], [False, False])[number]
+            assert len(made) == number + 1
+            runner.cache.remove(0, 21)
+            assert torch.equal(first, runner.forward([Work(0, 21, [9])]))  # replayed
+        assert len(made) == 2
+
+
+def test_graphs_go_with_their_runner(made: list[Call]) -> None:
+    runner = Runner(FAMILIES["llama"].build().to(DEVICE), capacity=64, dtype="f32")
+    runner.forward([Work(0, 0, [3, 1])])
+    runner.forward([Work(0, 2, [4])])
+    assert runner._model._graphs is not None
+    (step,) = map(weakref.ref, runner._model._graphs._steps.values())
+    runner.close()
+    assert step() is None
+
+
+def test_why_a_capture_failed_is_told_and_its_stream_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA ends a capture that has failed with an error of its own, and PyTorch then stays on the capture's stream."""
+    streams = ["own"]
+
+    class Graph:
+        def replay(self) -> None: ...
+        def capture_begin(self, *_: Any, **__: Any) -> None: ...
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    @contextlib.contextmanager
+    def stream(name: str) -> Iterator[None]:
+        before = list(streams)
+        streams.append(name)
+        try:
+            yield
+        finally:
+            streams[:] = before
+
+    fakes = {"CUDAGraph": Graph, "Stream": str, "stream": stream, "graph_pool_handle": tuple}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+
+    def fails() -> None:
+        assert streams[-1] == "cuda:1"
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        graphs._CudaCapture(torch.device("cuda:1"))(fails)
+    assert streams == ["own"]
+    with pytest.raises(RuntimeError, match="due to a previous error"):
+        graphs._CudaCapture(torch.device("cuda:1"))(lambda: None)
+
+
+def test_other_kernels_are_left_alone(made: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHE_KERNEL", "reference")
     with Runner(FAMILIES["llama"].build().to(DEVICE), capacity=64, dtype="f32") as runner:
         runner.forward([Work(0, 0, [3, 1])])

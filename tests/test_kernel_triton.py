@@ -510,15 +510,21 @@ def test_an_engine_generates_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton_it_refuses_and_the_next_is_taken() -> None:
-    """A GPU's tensors cannot be had here: what is tested is the reason, in a process that cannot import Triton."""
+    """In a process that cannot import Triton, with the CPU's tensors in the place of a GPU's."""
     program = (
-        "import sys\n"
+        "import sys, torch\n"
         "sys.modules['triton'] = None\n"
-        "from kvcache.kernels import triton_kernel\n"
-        "print(triton_kernel._library())\n"
+        "from kvcache import backends, formats\n"
+        "from kvcache.kernels.triton_kernel import TritonKernel\n"
+        "fmt = formats.create('f32', backends.create('torch'))\n"
+        "stored = formats.Stored(torch.zeros(1, 1, 4, 8), fmt, 8)\n"
+        "kernel, rows = TritonKernel(), torch.zeros(1, 1, 8)\n"
+        "print(kernel.refusal(rows, stored, stored))\n"
+        "assert not kernel.writes((stored, stored), (rows, rows))\n"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "Triton cannot be imported" in told and "pip install 'kvcache[triton]'" in told
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "KVCACHE_KERNEL": "triton"}
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert "Triton cannot be imported" in told.stdout and "pip install 'kvcache[triton]'" in told.stdout
 
 
 def test_choosing_on_the_cpu_imports_no_triton() -> None:

@@ -8,7 +8,7 @@ A graph repeats its launches with their addresses and sizes, so everything that 
 that stays: tokens, positions and slots in one tensor (one copy), plans in a `Planner`'s rooms (one copy for each member
 of the cache). Rows are padded to a power of two, and contexts too: a graph serves all steps up to both. Sequences whose
 slots are out of order have graphs of their own, because their positions take room. Rows of nobody see nothing and are
-stored nowhere.
+stored nowhere. Graphs share memory for all that happens within them, and those of as many rows their logits.
 
 A model that cannot be captured (it waits for the device, as routing of some experts does) runs as before, and the log
 says why; so does a size for which there is no memory. State of the evidence: captures and replays are tested on the
@@ -30,7 +30,7 @@ from kvcache.caches import CausalCache
 from kvcache.kernels import Planner, Rooms
 from kvcache.spec import Batch
 
-__all__ = ["CAPTURES", "Captured", "DecodeGraphs"]
+__all__ = ["CAPTURES", "DecodeGraphs"]
 
 MIN_SLOTS = 1024
 """Of a context that graphs are made for, at least; then powers of two."""
@@ -39,29 +39,46 @@ _log = logging.getLogger("kvcache")
 
 
 class _Size(NamedTuple):
-    """What a graph serves: rows, contexts of at most `max_slots` slots in each member, in order or not."""
+    """What a graph serves: rows, and contexts of at most `max_slots` slots in each member, in order or not."""
 
     num_rows: int
     max_slots: int
-    is_irregular: bool
+    are_irregular: tuple[bool, ...]
 
 
-class Captured(NamedTuple):
-    """A graph: `replay` fills `logits` again, from what its inputs hold by then."""
-
-    logits: Tensor
-    replay: Callable[[], None]
+_Call = Callable[[], object]
 
 
-def _captured(call: Callable[[], Tensor], pool: Any) -> Captured:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        logits = call()
-    return Captured(logits, graph.replay)
+@final
+class _CudaCapture:
+    """Captures calls on a GPU, and gives what replays them. Graphs share a pool of memory, and for that a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, call: _Call) -> _Call:
+        graph = torch.cuda.CUDAGraph()
+        failure: RuntimeError | None = None
+        try:
+            # Its stream is entered here, too: a capture that fails leaves the thread on it. Nor do other threads, which
+            # may allocate meanwhile, spoil it.
+            with (
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+            ):
+                try:
+                    call()
+                except RuntimeError as error:
+                    failure = error
+                    raise
+        except RuntimeError as error:  # of the end of a capture that has failed before, which does not say why
+            raise failure or error from None
+        return graph.replay
 
 
-CAPTURES: dict[str, Callable[[Callable[[], Tensor], Any], Captured]] = {"cuda": _captured}
-"""By type of device: captures a call, whose memory comes from a pool that graphs share."""
+CAPTURES: dict[str, Callable[[torch.device], Callable[[_Call], _Call]]] = {"cuda": _CudaCapture}
+"""By type of device: what captures calls there."""
 
 
 @final
@@ -74,7 +91,7 @@ class _Step:
         self.tokens, self.positions = self._inputs[0], self._inputs[1]
         self.slots = list(self._inputs[2:])
         self.rooms: list[Rooms] = []
-        self.captured: Captured | None = None
+        self.replay: _Call | None = None
         self.kept: object = None  # what the graph was captured with: its plans go when their batches do
 
     def fill(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[Any]) -> None:
@@ -98,8 +115,9 @@ class DecodeGraphs:
         self._device = device
         self._call = call
         self._steps: dict[_Size, _Step] = {}
+        self._logits: dict[int, Tensor] = {}  # by rows: replays write there
         self._too_large: set[_Size] = set()
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._capture = CAPTURES[device.type](device)
         self._refusal: str | None = None
 
     def __len__(self) -> int:
@@ -119,12 +137,12 @@ class DecodeGraphs:
         ]
         step.fill(tokens, batch.positions, [each.slots for each in padded])
         passes = [each.attention for each in padded]
-        if step.captured is None:
+        if step.replay is None:
             logits = self._call(batch, step.tokens, step.positions)
-            return self._capture(planner, step, batch, passes, logits)[: len(tokens)]
+            return self._make(planner, step, batch, passes, logits)[: len(tokens)]
         _replan(planner, step, passes)
-        step.captured.replay()
-        return step.captured.logits[: len(tokens)].clone()  # the next replay writes there
+        step.replay()
+        return self._logits[size.num_rows][: len(tokens)].clone()
 
     def _planner(self) -> Planner | None:
         """The kernel that reads and writes all members, if it plans for graphs and the model can be captured."""
@@ -141,15 +159,15 @@ class DecodeGraphs:
         return planner if isinstance(planner, Planner) else None
 
     def _size(self, batch: Batch) -> _Size:
-        tables = [member.tables.sequences[sequence] for member in self._members for sequence in batch.sequences]
-        longest = max(table.num_slots for table in tables)
+        tables = [[member.tables.sequences[sequence] for sequence in batch.sequences] for member in self._members]
+        longest = max(table.num_slots for own in tables for table in own)
         return _Size(
             1 << (len(batch) - 1).bit_length(),
             max(MIN_SLOTS, 1 << (longest - 1).bit_length()),
-            not all(table.is_dense for table in tables),
+            tuple(not all(table.is_dense for table in own) for own in tables),
         )
 
-    def _capture(
+    def _make(
         self, planner: Planner, step: _Step, batch: Batch, passes: Sequence[kernels.AttentionBatch], logits: Tensor
     ) -> Tensor:
         """Capture the step that has just run and given `logits`, or say why not; the step's logits."""
@@ -158,8 +176,10 @@ class DecodeGraphs:
             _replan(planner, step, passes)
             # Once more with the rooms: a launch that was not made before would load code, which no capture may.
             logits = self._call(batch, step.tokens, step.positions)
-            capture = CAPTURES[self._device.type]
-            step.captured = capture(lambda: self._call(batch, step.tokens, step.positions), self._pool)
+            if step.size.num_rows not in self._logits:
+                self._logits[step.size.num_rows] = torch.empty_like(logits)
+            kept = self._logits[step.size.num_rows]
+            step.replay = self._capture(lambda: kept.copy_(self._call(batch, step.tokens, step.positions)))
         except torch.OutOfMemoryError:
             self._too_large.add(step.size)
             _log.warning("there is no memory to capture decode steps of %s; they run uncaptured", step.size)

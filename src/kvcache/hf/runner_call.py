@@ -65,6 +65,7 @@ class ModelCall:
         self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
         self._latents: Latents | None = None
         self._compiled: list[Cache] | None = None  # the member of each layer
+        self._graphs: DecodeGraphs | None = None
         self._switch = None if layout.keeps_attention else AttentionSwitch.of(model)
         try:
             self._prepare(layout, members, compile=compile)
@@ -114,7 +115,6 @@ class ModelCall:
         is_plain = self.is_packed and isinstance(self._host, PackedCache) and self._host.is_plain
         if compile:
             self._compile(layout, members, is_plain=is_plain)
-        self._graphs: DecodeGraphs | None = None
         causal = [member for member in members if isinstance(member, CausalCache)]
         devices = {weight.device for weight in model.parameters()}
         is_one = len(devices) == 1 and self.device.type in CAPTURES
@@ -214,6 +214,7 @@ class ModelCall:
         if self._switch is not None:
             self._switch.release()
             self._switch = None
+        self._graphs = None  # their memory goes with them
         if self._compiled is not None:
             decoder: Any = self.model.get_decoder()
             decoder._compiled_call_impl = None

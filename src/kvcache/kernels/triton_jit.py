@@ -204,7 +204,7 @@ def attend_items(
     end = tl.load(ends + rows_at + row_of_m, mask=valid, other=0)
     value = value_of(tl.arange(0, BLOCK_D), K_FORMAT)
     q = tl.load(
-        queries + row[:, None] * q_row + head[:, None] * q_head + value[None, :],
+        queries + row[:, None] * q_row + head.to(tl.int64)[:, None] * q_head + value[None, :],
         mask=valid[:, None] & (value < D)[None, :],
         other=0.0,
     ).to(K_DOT)

@@ -147,9 +147,13 @@ class TritonKernel(Kernel, Planner, Writer):
         """See `Writer.writes`."""
         if not _INTERPRETED and not getattr(storage[0].array, "is_cuda", False):
             return False  # asked before every put on the CPU, too
-        return all(isinstance(array, Tensor) and array.dtype in _NATIVE for array in rows) and all(
-            isinstance(stored.array, Tensor) and _refusal_of("arrays", stored, stored.array.device) is None
-            for stored in storage
+        return (
+            all(isinstance(array, Tensor) and array.dtype in _NATIVE for array in rows)
+            and all(
+                isinstance(stored.array, Tensor) and _refusal_of("arrays", stored, stored.array.device) is None
+                for stored in storage
+            )
+            and not isinstance(_library(), str)
         )
 
     def put(

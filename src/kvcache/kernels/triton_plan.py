@@ -49,7 +49,8 @@ _TILE = np.dtype([(name, np.int64) for name in (
 )])  # fmt: skip
 
 # Programs that one segment may have by cutting its slots, in all heads: about four for each multiprocessor of a large
-# GPU. Parts are at least this many slots: below, writing and merging partial results costs more than 5 % of reading.
+# GPU. Parts are at least this many slots: with heads of 128, writing and merging partial results then moves 3 % of the
+# bytes that four query heads to one of bf16 read of a part, and 23 % of what eight to one of q4_0 read.
 MAX_PROGRAMS = 512
 MIN_PART = 256
 
