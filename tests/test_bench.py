@@ -55,7 +55,7 @@ TORCH_PEERS = ("SDPA transformers", "SDPA repeat_kv", "SDPA best")
 
 @pytest.fixture(scope="module")
 def tables() -> list[Table]:
-    return attention.tables(TINY, TORCH_PEERS)
+    return list(attention.tables(TINY, TORCH_PEERS))
 
 
 def check_shape(table: Table) -> None:
@@ -103,7 +103,7 @@ def test_formats_order_their_bytes_and_their_errors(tables: list[Table]) -> None
 def test_absent_peers_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVCACHE_VLLM_PYTHON", str(tmp_path / "none"))
     assert find_python("vllm") is None
-    made = attention.tables(TINY._replace(prefill=TINY.prefill[:1], decode=TINY.decode[:1]), ("vLLM",))
+    made = list(attention.tables(TINY._replace(prefill=TINY.prefill[:1], decode=TINY.decode[:1]), ("vLLM",)))
     (row,) = [row for row in made[1].rows if row[1] == "vLLM"]
     assert row[2:] == (None,) * 6
     assert any("vLLM is absent" in note and "benchmarks/peers.sh vllm" in note for note in made[1].notes)
@@ -135,7 +135,7 @@ def test_peers_of_other_environments_take_part(peer: str, environment: str) -> N
     if find_python(environment) is None:
         pytest.skip(f"there is no environment; benchmarks/peers.sh {environment} makes it")
     sizes = TINY._replace(decode=(Case(2, 128), Case(1, 256)), prefill=(Case(1, 128, 16),), batches=(1, 2))
-    made = attention.tables(sizes._replace(contexts=(128, 256), window_tokens=(128, 256)), (peer,))
+    made = list(attention.tables(sizes._replace(contexts=(128, 256), window_tokens=(128, 256)), (peer,)))
     for table in made:
         check_shape(table)
         assert not any("is absent" in note for note in table.notes)
@@ -147,7 +147,7 @@ def test_a_peer_that_does_not_compile_is_absent(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("no such template\nand much more")
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)
-    made = attention.tables(TINY._replace(prefill=(), decode=TINY.decode[:1]), ("flex_attention",))
+    made = list(attention.tables(TINY._replace(prefill=(), decode=TINY.decode[:1]), ("flex_attention",)))
     assert any("flex_attention is absent" in note and "no such template" in note for note in made[1].notes)
 
 
@@ -209,7 +209,7 @@ def test_calls_on_a_gpu_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_attention_on_a_gpu() -> None:
-    made = attention.tables(TINY, (*TORCH_PEERS, "vLLM"), "cuda")
+    made = list(attention.tables(TINY, (*TORCH_PEERS, "vLLM"), "cuda"))
     for table in made:
         check_shape(table)
     assert "kvcache: the triton kernel" in made[0].notes

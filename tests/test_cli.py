@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,17 @@ def test_run_completes_each_prompt_and_tells_the_cost(folder: Path) -> None:
         r"\[(\d+) tokens reused, (\d+) computed, first token after \d+ ms, [\d.]+ tokens/s, cache", done.stderr
     )
     assert costs == [("0", "5"), ("5", "6")]
+
+
+def test_a_prompt_that_does_not_fit_is_not_printed(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["run", str(folder), "--prompt", "x" * 20, "--capacity", "16"])
+    assert "fewer than the capacity of 16" in str(done.exception)
+    assert done.stdout == ""
+
+
+def test_the_version_is_the_packages() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"kvcache {version('kvcache')}\n")
 
 
 def test_bytes_that_make_no_character_are_replaced_in_what_is_said(folder: Path) -> None:

@@ -287,9 +287,8 @@ def test_the_readme_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.Engine", lambda *_, **__: serving.engine())
     names: dict[str, Any] = {}
     exec(block, names)
-    with names["engine"] as engine:
-        done = drained(engine, checked=False)
-        assert done["id"].prompt_tokens == len(names["rules"])
+    last = names["events"][-1]
+    assert last.is_last and last.completion.prompt_tokens == len(names["rules"])
 
 
 def test_ids_may_come_as_arrays() -> None:
@@ -621,6 +620,7 @@ def test_misuse_of_an_engine() -> None:
     for options, message in (
         ({"kv_bytes": "lots"}, "kv_bytes is 'lots'"),
         ({"kv_bytes": 100}, "two blocks"),
+        ({"kv_bytes": "1000TiB"}, "the memory of cpu is"),
         ({"max_sequences": 0}, "max_sequences is 0"),
         ({"kv_dtype": "f12"}, "f12"),
     ):

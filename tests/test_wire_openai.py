@@ -226,6 +226,15 @@ def test_messages_that_cannot_be_said_are_refused(message: dict[str, Any]) -> No
     assert caught.value.param == "messages"
 
 
+def test_the_part_of_a_message_that_does_not_fit_is_named() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(Invalid, match=r"^messages\.0\.content\.1: this server supports no parts but") as caught:
+        chat_body(messages=[{"role": "user", "content": parts}])
+    assert caught.value.code == "unsupported_parameter"
+    with pytest.raises(Invalid, match=r"^messages\.0\.content: Input should be a valid string; or: "):
+        chat_body(messages=[{"role": "user", "content": None}])
+
+
 # --- replies ----------------------------------------------------------------------------------------------------------
 
 LIKELY = (

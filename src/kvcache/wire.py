@@ -10,6 +10,7 @@ is refused by its name (`Refused`). Values only: no I/O, no clock.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
@@ -73,7 +74,7 @@ def parse(model: type[_Model], raw: bytes) -> _Model:
 def _explained(error: ValidationError) -> Invalid:
     """The first few complaints in one sentence; `param` is the first one's field."""
     found = error.errors(include_url=False, include_context=False)
-    first = found[0]
+    first = next((each for each in found if each["type"] == "unsupported"), found[0])
     if first["type"] == "json_invalid":
         return Invalid(f"the body is not valid JSON in UTF-8: {first['msg'].removeprefix('Invalid JSON: ')}")
     if not first["loc"]:
@@ -83,7 +84,9 @@ def _explained(error: ValidationError) -> Invalid:
         name = ".".join(map(str, first["loc"]))
         return Invalid(f"Unrecognized request argument supplied: {_clipped(name)}", param, "unknown_parameter")
     if first["type"] == "unsupported":
-        name = ".".join(str(part) for part in first["loc"])
+        name = ".".join(
+            str(part) for part in first["loc"] if "[" not in str(part)
+        )  # names of types: of a union's members
         return Invalid(
             f"{_clipped(name)}: {first['msg']}; got {_shown(first['input'])}", param, "unsupported_parameter"
         )
@@ -91,9 +94,10 @@ def _explained(error: ValidationError) -> Invalid:
         name = ".".join(str(part) for part in first["loc"])
         return Invalid(f"{_clipped(name)}: missing; it is required", param, "missing_required_parameter")
     # A union complains once for each of its members: tell them all, and the value once.
-    same = [each["msg"] for each in found if each["loc"][:1] == first["loc"][:1]]
-    where = ".".join(str(part) for part in first["loc"]) if len(same) == 1 else param
-    messages = "; or: ".join(dict.fromkeys(same[:4]))
+    same = [each for each in found if each["loc"][:1] == first["loc"][:1]]
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*(each["loc"] for each in same), strict=False))
+    where = ".".join(str(parts[0]) for parts in common)
+    messages = "; or: ".join(dict.fromkeys(each["msg"] for each in same[:4]))
     return Invalid(f"{_clipped(where)}: {messages}; got {_shown(first['input'])}", param, "invalid_value")
 
 

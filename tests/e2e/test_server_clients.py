@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -346,6 +347,25 @@ def test_the_command_serves_until_it_is_told_to_stop(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         rest, complaints = process.communicate()
     assert (process.returncode, rest, complaints) == (0, "stopped\n", "")
+
+
+def test_a_second_interrupt_stops_at_once_and_shows_no_traceback(folder: Path) -> None:
+    with serving.command(str(folder), "--kv-bytes", "64MiB", seconds=60) as (process, url):
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 10**5, "stream": True, "ignore_eos": True}
+        assert process.stderr is not None
+        with (
+            suppress(httpx.TransportError),
+            httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer,
+        ):
+            assert answer.status_code == 200
+            for count, _ in enumerate(answer.iter_lines()):
+                if count == 0:
+                    process.send_signal(signal.SIGINT)
+                    told = process.stderr.readline()
+                    process.send_signal(signal.SIGINT)
+        rest, complaints = process.communicate()
+    assert (process.returncode, rest, complaints) == (0, "stopped\n", "")
+    assert told == "kvcache: stopping; a completion is under way and may take 30 s; Ctrl-C again stops at once\n"
 
 
 def test_the_command_refuses_to_listen_to_others_without_a_key(folder: Path) -> None:

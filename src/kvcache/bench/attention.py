@@ -17,8 +17,9 @@ format's error is what checks the results. A copy reads and writes: decode, whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,37 +32,34 @@ from kvcache.bench.machine import check_device
 from kvcache.bench.outside import LLAMA, VLLM
 from kvcache.bench.paged import Case, Paged, make_batch, more_than_caches, paged_visit, row_bytes
 from kvcache.bench.table import Cell, Table
-from kvcache.bench.timing import alternate, timed
+from kvcache.bench.timing import Visit, alternate, timed
 from kvcache.formats import Stored
 from kvcache.kernels.reference import ReferenceKernel
 
 __all__ = ["ALL_PEERS", "OURS", "STREAM", "Sizes", "tables"]
 
 
-def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS, device: str = "cpu") -> list[Table]:
-    """All of the above; `peers` names who is measured beside us, and who cannot be had here is absent with a note.
+def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS, device: str = "cpu") -> Iterator[Table]:
+    """All of the above, as they are done.
 
-    device: "cpu", or a GPU as PyTorch names it, "cuda" or "cuda:1". Takes about a minute and a half, of which compiling
-    flex_attention is a third, and 3 GB; on a GPU 5 GB, and twice that for repeated heads. Raises `ValueError` for a
+    peers: who is measured beside us; who cannot be had here is absent with a note.
+    device: "cpu", or a GPU as PyTorch names it, "cuda" or "cuda:1". Takes some minutes, of which compiling
+    flex_attention is half of one, and 3 GB; on a GPU 5 GB, and twice that for repeated heads. Raises `ValueError` for a
     peer of no known name and for other devices.
     """
     unknown = [name for name in peers if name not in ALL_PEERS]
     if unknown:
         raise ValueError(f"peers are {unknown}; expected some of {', '.join(ALL_PEERS)}")
     check_device(device)
-    where = torch.device(device)
-    with torch.no_grad(), ExitStack() as stack:
-        run = Contest(sizes or (Sizes() if where.type == "cpu" else GPU_SIZES), peers, stack, where)
-        return [
-            _limits(run),
-            _decode(run),
-            _formats(run),
-            _prefill(run),
-            _block_sizes(run),
-            _contexts(run),
-            _batches(run),
-            _windows(run),
-        ]
+    return _tables(sizes or (Sizes() if device == "cpu" else GPU_SIZES), peers, torch.device(device))
+
+
+@torch.no_grad()
+def _tables(sizes: Sizes, peers: Sequence[str], device: torch.device) -> Iterator[Table]:
+    with ExitStack() as stack:
+        run = Contest(sizes, peers, stack, device)
+        for measure in (_limits, _decode, _formats, _prefill, _block_sizes, _contexts, _batches, _windows):
+            yield measure(run)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -92,17 +90,24 @@ def _rows(
 
 def _limits(run: Contest) -> Table:
     side, is_cpu = run.sizes.matmul, run.device.type == "cpu"
-    left, right = (
-        torch.randn(side, side, generator=torch.Generator().manual_seed(i)).bfloat16().to(run.device) for i in range(2)
-    )
-    times = alternate({STREAM: run.stream.visit, "matmul": timed(lambda: left @ right, run.device)}, run.sizes.effort)
-    bandwidth, flops = run.stream.bandwidth(times[STREAM]), 2 * side**3 / times["matmul"]
+    visits: dict[str, Visit] = {STREAM: run.stream.visit}
+    for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
+        pair = (
+            torch.randn(side, side, generator=torch.Generator().manual_seed(i)).to(run.device, dtype) for i in (0, 1)
+        )
+        # As a linear layer multiplies: where there are no products of bf16, PyTorch's others reach 1 GFLOP/s.
+        visits[name] = timed(partial(torch.nn.functional.linear, *pair), run.device)
+    times = alternate(visits, run.sizes.effort)
+    bandwidth = run.stream.bandwidth(times.pop(STREAM))
     return Table(
         f"Limits of this {'machine, as PyTorch reaches them with all its threads' if is_cpu else 'GPU'}",
         ("limit", "GB/s", "GFLOP/s", "how"),
         [
             ("memory", bandwidth / 1e9, None, f"{run.stream.reader} over {run.stream.num_bytes / 1e6:.0f} MB"),
-            ("products", None, flops / 1e9, f"bf16 matrices of {side} x {side}"),
+            *(
+                (f"products of {name}", None, 2 * side**3 / seconds / 1e9, f"matrices of {side} x {side}")
+                for name, seconds in times.items()
+            ),
         ],
         (f"{OURS}: the {run.kernel.name} kernel",),
     )

@@ -53,7 +53,7 @@ def plot(tables: Iterable[Table], *, machine: str) -> str:
     by_title = {table.title: table for table in tables}
     limits = _find(by_title, "Limits")
     bandwidth = _number(_column(limits, "GB/s"))
-    peak = _number(_column(limits, "GFLOP/s"))
+    peak = max(cell for cell in _column(limits, "GFLOP/s") if isinstance(cell, float))
     cases = [_find(by_title, "Decode"), _find(by_title, "Prefill")]
     contexts, batches = _find(by_title, "Scaling with context"), _find(by_title, "Scaling with batch")
     roofline = _intensities(cases)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -39,12 +39,12 @@ def check(name: str, device: str) -> None:
     check_device(device)
 
 
-def measure(name: str, device: str = "cpu") -> list[Table]:
-    """The tables of that name, measured on `device`. Raises as `check` does, and `ImportError` without a package."""
+def measure(name: str, device: str = "cpu") -> Iterable[Table]:
+    """The tables of that name, as they are done. Raises as `check` does, and `ImportError` without a package."""
     check(name, device)
     with needing("demo", f"kvcache bench {name}"):
         module: Any = importlib.import_module(f"kvcache.bench.{name}")
-    tables: list[Table] = module.tables() if device == "cpu" else module.tables(device=device)
+    tables: Iterable[Table] = module.tables() if device == "cpu" else module.tables(device=device)
     return tables
 
 

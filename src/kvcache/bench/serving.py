@@ -2,8 +2,8 @@
 
     speed       the same prompts to each contender in turn, new ones each round: seconds until the last token
     prefix      the first token of a long prompt, cold and when all but its end is cached
-    overhead    what caching costs when nothing is ever found again
     anatomy     a decode step: the model, everything else, and the weights' bytes at the speed of memory
+    overhead    what caching costs when nothing is ever found again
 
 Rounds alternate between contenders, medians are reported, and prompts are random tokens: what is in them matters to no
 contender but for what they share. vLLM and llama.cpp run in processes of their own (`outside.py`), started before the
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
@@ -165,9 +165,10 @@ def tables(
     rounds: int = ROUNDS,
     pairs: int = PAIRS,
     everyone: bool = True,
-) -> list[Table]:
-    """All four tables. `model`: a name, or a transformers model. Some ten minutes for the demo model and all peers.
+) -> Iterator[Table]:
+    """All four tables, as they are done. Ten minutes and more for the demo model and all peers.
 
+    model: a name, or a transformers model.
     everyone: the engine with a compiled model and the peers outside, too, which take long to start.
     """
     prompts = _Prompts(model)
@@ -176,10 +177,10 @@ def tables(
         with prompts.engine() as engine:
             ours = EngineContender(engine)
             contenders = (ours, GenerateContender(prompts.plain), *others)
-            speed = _speed(contenders, workloads, prompts, rounds, tuple(notes))
-            warm = _prefix(ours, prefix, prompts, rounds)
-            anatomy = _anatomy(engine, prompts)
-    return [speed, warm, _overhead(strangers, prompts, pairs), anatomy]
+            yield _speed(contenders, workloads, prompts, rounds, tuple(notes))
+            yield _prefix(ours, prefix, prompts, rounds)
+            yield _anatomy(engine, prompts)
+    yield _overhead(strangers, prompts, pairs)
 
 
 def _others(prompts: _Prompts, stack: ExitStack) -> tuple[list[Contender], list[str]]:

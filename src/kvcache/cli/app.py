@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Annotated, Literal
 
 import typer
@@ -12,13 +13,27 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="kvcache",
-    help="The KV cache of LLM inference.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 Dtype = Literal["f32", "f16", "bf16", "fp8_e4m3", "q8_0", "q4_0"]
+
+
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kvcache {version('kvcache')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvcache(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Tell the version and stop.")
+    ] = False,
+) -> None:
+    """The KV cache of LLM inference."""
 
 
 @app.command()
@@ -104,7 +119,7 @@ def build(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the compiler says.")] = False,
 ) -> None:
-    """Compile the CPU kernel for this machine now, not when it is first needed."""
+    """Compile the CPU kernel now, not when it is first needed."""
     with needing("torch", "kvcache build"):
         from kvcache.kernels.cpu_build import build as compiled
 
@@ -116,7 +131,10 @@ def build(
 def bench(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME [FILE]", help="What to measure, or all; and the file that --json writes."),
+        typer.Argument(
+            metavar="NAME [FILE]",
+            help="attention, put, shift, bookkeeping, serving, or all; and the file that --json writes.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, to FILE or to standard output.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="FILE.svg", help="Draw attention: roofline and scaling.")] = None,

@@ -1,4 +1,4 @@
-"""`kvcache bench`: measures, prints one table after the other, and writes JSON and a picture."""
+"""`kvcache bench`: measures, prints each table when it is done, and writes JSON and a picture."""
 
 from __future__ import annotations
 
@@ -73,15 +73,19 @@ def bench(wanted: Asked) -> None:
     if not console.is_terminal:
         console = Console(width=WIDTH)
     for name in wanted.names:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"kvcache: measuring {name}\n")
         try:
-            measured[name] = measure(name, wanted.device)
+            tables = measure(name, wanted.device)
         except ImportError as error:
             if len(wanted.names) == 1:
                 raise
             sys.stderr.write(f"kvcache: {name} is left out: {error}\n")
             continue
-        if wanted.json_file != "-":
-            for table in measured[name]:
+        measured[name] = []
+        for table in tables:
+            measured[name].append(table)
+            if wanted.json_file != "-":
                 _print(console, table, machine(wanted.device))
     _write(wanted, measured, load)
 
@@ -125,8 +129,15 @@ def _write(wanted: Asked, measured: Mapping[str, Sequence[Table]], load: float) 
         if wanted.json_file == "-":
             sys.stdout.write(text)
         else:
-            Path(wanted.json_file).write_text(text)
+            _save(wanted.json_file, text)
     if wanted.plot_file is not None:
         from kvcache.bench.plot import plot
 
-        Path(wanted.plot_file).write_text(plot(measured["attention"], machine=machine(wanted.device)))
+        _save(wanted.plot_file, plot(measured["attention"], machine=machine(wanted.device)))
+
+
+def _save(file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text)
+    except OSError as error:  # of a full disk: it names no file
+        raise OSError(error.errno, error.strerror, file) from None

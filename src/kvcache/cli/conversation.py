@@ -123,12 +123,15 @@ class Conversation:
                 branch.messages += [message, {"role": "assistant", "content": "".join(answer)}]
 
     def complete(self, prompt: str, max_tokens: int) -> Generator[str]:
-        """Replace the active branch by `prompt`, keeping what it has in common with it, and yield the completion."""
+        """Replace the active branch by `prompt`, keeping what it has in common with it; the completion.
+
+        Raises `ValueError` at once when it does not fit.
+        """
         wanted = list(self._tokenizer(prompt)["input_ids"])
         self._check_fits(wanted)
         self.branch.turns.clear()
         self.branch.messages.clear()
-        yield from self._complete(wanted, max_tokens)
+        return self._complete(wanted, max_tokens)
 
     def undo(self) -> int:
         """Take the last turn back; the number of tokens it had. Raises `ValueError` when there is none."""

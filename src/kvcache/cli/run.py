@@ -48,8 +48,9 @@ def run(
         console = Console(stderr=True, highlight=False)
         for given in prompts:
             prompt = given.encode(errors="surrogateescape").decode(errors="replace")  # as in _talk
+            pieces = conversation.complete(prompt, max_tokens)
             sys.stdout.write(prompt)
-            _answer(conversation, conversation.complete(prompt, max_tokens), console)
+            _answer(conversation, pieces, console)
         if not prompts:
             _talk(conversation, max_tokens, console)
 
@@ -132,7 +133,7 @@ def _cost(turn: Turn, num_bytes: int) -> str:
     line = (
         f"[{turn.num_reused} tokens reused, {turn.num_computed} computed, first token after "
         f"{turn.seconds_to_first * 1e3:.0f} ms, {turn.tokens_per_second:.1f} tokens/s, "
-        f"cache {num_bytes / 2**20:.1f} MiB]"
+        f"cache of {num_bytes / 2**20:.1f} MiB]"
     )
     return f"{line} {turn.note}" if turn.note else line
 

@@ -43,9 +43,10 @@ def serve(
         ) as engine,
     ):
         server = Server(engine, settings, name=name, sock=sock)
+        chats = "" if server.has_template else "no chat template: chats are continued as plain text; "
         sys.stdout.write(
             f"kvcache serves {name or engine.model_name} at {server.url} (OpenAI /v1, Ollama /api, /metrics, /health); "
-            f"{max_sequences} sequences, {engine.usage().num_blocks} blocks, "
+            f"{max_sequences} sequences at a time, of {engine.capacity or 'any number of'} tokens at most; {chats}"
             f"ready after {time.perf_counter() - began:.1f} s; Ctrl-C stops\n"
         )
         if settings.api_key is None and not settings.is_loopback:

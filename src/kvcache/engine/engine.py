@@ -222,6 +222,11 @@ class Engine:
         """Whether nothing is under way and no event waits to be delivered."""
         return not self._core.groups and not self._core.undelivered
 
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of the longest request: the model's context, or less when the cache is smaller; None: any number."""
+        return self._limit(1, 0)[0]
+
     def usage(self) -> Usage:
         """What the cache holds; `num_free_blocks` are those that can be had, cached ones included."""
         self._check_open()

@@ -8,6 +8,7 @@ fits.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,16 @@ def parse_bytes(text: str | int) -> int:
     return number
 
 
+def _total_bytes(device: torch.device) -> int | None:
+    """Memory of the device, in use or not; None where nobody tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 def measure(model: PreTrainedModel, layout: Layout, dtype: str | tuple[str, str], block_size: int) -> Sizes:
     """Run two tokens into a cache of a few blocks and look at what they took."""
     with Runner(
@@ -97,8 +108,11 @@ def divide(
 ) -> list[MemberShape]:
     """Blocks for each member that has any, in order. `num_bytes=None`: a share of what is available.
 
-    Raises `ValueError` when not even two blocks of each fit.
+    Raises `ValueError` when not even two blocks of each fit, and for more than the device has.
     """
+    total = _total_bytes(device)
+    if num_bytes is not None and total is not None and num_bytes > total:
+        raise ValueError(f"kv_bytes is {num_bytes}; the memory of {device} is {total} bytes: give less")
     causal = [
         (member, size) for member, size in zip(members, sizes.blocks, strict=True) if isinstance(member, CausalCache)
     ]

@@ -155,7 +155,7 @@ def _compile(isa: str, target: Path, verbose: bool) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     if sys.stderr.isatty():
-        sys.stderr.write("kvcache: compiling the CPU kernel for this machine (once, about 10 s)\n")
+        sys.stderr.write("kvcache: compiling the CPU kernel for this machine, once; it takes about half a minute\n")
     path = os.environ.get("PATH", "")
     try:
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"  # where pip puts ninja

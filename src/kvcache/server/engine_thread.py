@@ -194,6 +194,9 @@ class EngineThread:
         """Wait until nothing is under way; after so many seconds, what still is gets `Unavailable`."""
         self.refuse()
         end = time.monotonic() + seconds
+        if self._open and seconds > 0:
+            what = "a completion is" if self.num_open == 1 else f"{self.num_open} completions are"
+            self._log(f"kvcache: stopping; {what} under way and may take {seconds:g} s; Ctrl-C again stops at once")
         while self._open and time.monotonic() < end:
             await asyncio.sleep(0.02)
         for ticket in self._open:

@@ -11,6 +11,7 @@ Stopping, when the signal comes: no new connections, new requests get 503, what 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import threading
@@ -96,6 +97,11 @@ class Server:
         host, port = self.address
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template; without one the texts of messages are continued as they are."""
+        return bool(self._shared.prompts.template)
+
     def run(self) -> None:
         """Serve in this thread until SIGINT or SIGTERM, or `stop` from elsewhere."""
         with _signals_swallowed():
@@ -126,12 +132,19 @@ class Server:
         self.stop()
 
     def _serve(self) -> None:
+        complaints = logging.getLogger("uvicorn.error")
+        complaints.addFilter(self._is_news)
         try:
             self._uvicorn.run(sockets=[self._socket])
         finally:
+            complaints.removeFilter(self._is_news)
             self._shared.engine.stop()
             self._shared.prompts.close()
             self._socket.close()
+
+    def _is_news(self, _: logging.LogRecord) -> bool:
+        """Not the tracebacks of what a second signal breaks off."""
+        return not self._uvicorn.force_exit
 
     def _num_connections(self) -> int:
         """Open ones. Uvicorn's own bound would answer in plain text."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias, final
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvcache.request import SamplingParams
 from kvcache.wire import Body, Invalid, Refused, parse
@@ -158,6 +159,13 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "text":
+            raise PydanticCustomError("unsupported", "this server supports no parts but those of type 'text'")
+        return value
 
 
 @final
