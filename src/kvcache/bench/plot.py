@@ -52,8 +52,8 @@ def plot(tables: Iterable[Table], *, machine: str) -> str:
     """The SVG of the tables that `bench.attention` gives. Raises `ValueError` when they are not there."""
     by_title = {table.title: table for table in tables}
     limits = _find(by_title, "Limits")
-    bandwidth = _number(_column(limits, "GB/s"))
-    peak = max(cell for cell in _column(limits, "GFLOP/s") if isinstance(cell, float))
+    bandwidth = max(_numbers(_column(limits, "GB/s")))
+    peak = max(_numbers(_column(limits, "GFLOP/s")))
     cases = [_find(by_title, "Decode"), _find(by_title, "Prefill")]
     contexts, batches = _find(by_title, "Scaling with context"), _find(by_title, "Scaling with batch")
     roofline = _intensities(cases)
@@ -87,8 +87,8 @@ def _column(table: Table, name: str) -> list[Cell]:
     return [row[index] for row in table.rows]
 
 
-def _number(cells: Iterable[Cell]) -> float:
-    return next(float(cell) for cell in cells if isinstance(cell, (int, float)))
+def _numbers(cells: Iterable[Cell]) -> list[float]:
+    return [float(cell) for cell in cells if isinstance(cell, (int, float))]
 
 
 def _names(table: Table) -> list[str]:

@@ -76,17 +76,14 @@ def bench(wanted: Asked) -> None:
         if sys.stderr.isatty():
             sys.stderr.write(f"kvcache: measuring {name}\n")
         try:
-            tables = measure(name, wanted.device)
+            for table in measure(name, wanted.device):
+                measured.setdefault(name, []).append(table)
+                if wanted.json_file != "-":
+                    _print(console, table, machine(wanted.device))
         except ImportError as error:
             if len(wanted.names) == 1:
                 raise
             sys.stderr.write(f"kvcache: {name} is left out: {error}\n")
-            continue
-        measured[name] = []
-        for table in tables:
-            measured[name].append(table)
-            if wanted.json_file != "-":
-                _print(console, table, machine(wanted.device))
     _write(wanted, measured, load)
 
 
