@@ -231,6 +231,9 @@ def test_the_part_of_a_message_that_does_not_fit_is_named() -> None:
     with pytest.raises(Invalid, match=r"^messages\.0\.content\.1: this server supports no parts but") as caught:
         chat_body(messages=[{"role": "user", "content": parts}])
     assert caught.value.code == "unsupported_parameter"
+    for part, what in (({"type": "text"}, ".text: missing"), ({"type": "text", "text": 5}, ".text: Input should be a")):
+        with pytest.raises(Invalid, match=rf"^messages\.0\.content\.1{what}"):
+            chat_body(messages=[{"role": "user", "content": [parts[0], part]}])
     with pytest.raises(Invalid, match=r"^messages\.0\.content: Input should be a valid string; or: "):
         chat_body(messages=[{"role": "user", "content": None}])
 

@@ -9,6 +9,7 @@ is refused by its name (`Refused`). Values only: no I/O, no clock.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar, final
@@ -72,33 +73,34 @@ def parse(model: type[_Model], raw: bytes) -> _Model:
 
 
 def _explained(error: ValidationError) -> Invalid:
-    """The first few complaints in one sentence; `param` is the first one's field."""
+    """The complaints about the first field in one sentence; `param` is that field."""
     found = error.errors(include_url=False, include_context=False)
-    first = next((each for each in found if each["type"] == "unsupported"), found[0])
-    if first["type"] == "json_invalid":
-        return Invalid(f"the body is not valid JSON in UTF-8: {first['msg'].removeprefix('Invalid JSON: ')}")
-    if not first["loc"]:
-        return Invalid(f"the body is {_shown(first['input'])}; expected a JSON object")
-    param = str(first["loc"][0])
+    if found[0]["type"] == "json_invalid":
+        return Invalid(f"the body is not valid JSON in UTF-8: {found[0]['msg'].removeprefix('Invalid JSON: ')}")
+    if not found[0]["loc"]:
+        return Invalid(f"the body is {_shown(found[0]['input'])}; expected a JSON object")
+    param = str(found[0]["loc"][0])
+    # A union complains once for each of its members: those count that have come farthest.
+    same = [(_places(each["loc"]), each) for each in found if each["loc"][0] == found[0]["loc"][0]]
+    depth = max(len(each["loc"]) for _, each in same)
+    places, (first, *_) = zip(*((where, each) for where, each in same if len(each["loc"]) == depth), strict=True)
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*places, strict=False))
+    name = _clipped(".".join(str(part) for part, *_ in common))
     if first["type"] == "extra_forbidden":
-        name = ".".join(map(str, first["loc"]))
-        return Invalid(f"Unrecognized request argument supplied: {_clipped(name)}", param, "unknown_parameter")
+        return Invalid(f"Unrecognized request argument supplied: {name}", param, "unknown_parameter")
     if first["type"] == "unsupported":
-        name = ".".join(
-            str(part) for part in first["loc"] if "[" not in str(part)
-        )  # names of types: of a union's members
-        return Invalid(
-            f"{_clipped(name)}: {first['msg']}; got {_shown(first['input'])}", param, "unsupported_parameter"
-        )
+        return Invalid(f"{name}: {first['msg']}; got {_shown(first['input'])}", param, "unsupported_parameter")
     if first["type"] == "missing":
-        name = ".".join(str(part) for part in first["loc"])
-        return Invalid(f"{_clipped(name)}: missing; it is required", param, "missing_required_parameter")
-    # A union complains once for each of its members: tell them all, and the value once.
-    same = [each for each in found if each["loc"][:1] == first["loc"][:1]]
-    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*(each["loc"] for each in same), strict=False))
-    where = ".".join(str(parts[0]) for parts in common)
-    messages = "; or: ".join(dict.fromkeys(each["msg"] for each in same[:4]))
-    return Invalid(f"{_clipped(where)}: {messages}; got {_shown(first['input'])}", param, "invalid_value")
+        return Invalid(f"{name}: missing; it is required", param, "missing_required_parameter")
+    messages = "; or: ".join(dict.fromkeys(each["msg"] for _, each in same if len(each["loc"]) == depth))
+    return Invalid(f"{name}: {messages}; got {_shown(first['input'])}", param, "invalid_value")
+
+
+def _places(where: tuple[int | str, ...]) -> list[int | str]:
+    """Fields and indices, without the names of types that pydantic gives the members of a union."""
+    return [
+        part for part in where if isinstance(part, int) or (re.fullmatch(r"\w+", part) and part not in ("str", "int"))
+    ]
 
 
 def _shown(value: object) -> str:

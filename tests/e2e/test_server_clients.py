@@ -365,7 +365,8 @@ def test_a_second_interrupt_stops_at_once_and_shows_no_traceback(folder: Path) -
                     process.send_signal(signal.SIGINT)
         rest, complaints = process.communicate()
     assert (process.returncode, rest, complaints) == (0, "stopped\n", "")
-    assert told == "kvcache: stopping; a completion is under way and may take 30 s; Ctrl-C again stops at once\n"
+    assert count < 500  # of the 1000 lines that the context has room for
+    assert told == "kvcache: stopping; a completion is under way and may take 30 s; Ctrl-C stops it now\n"
 
 
 def test_the_command_refuses_to_listen_to_others_without_a_key(folder: Path) -> None:

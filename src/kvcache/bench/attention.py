@@ -1,6 +1,6 @@
 """Attention over paged keys and values: how near to the speed of memory, and beside whom.
 
-    limits      what the machine can do: bytes read and bf16 products per second
+    limits      what the machine can do: bytes read and products of bf16 and of f32 per second
     decode      one query per sequence: bytes per second, which is all that counts
     formats     the same tokens in fewer bytes, and what that costs in precision
     prefill     many queries: products per second

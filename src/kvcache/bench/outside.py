@@ -21,7 +21,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -66,7 +66,7 @@ class Pipe:
             text=True,
             # Its packages are its own, not ours by PYTHONPATH; threads as many as ours.
             env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": str(num_threads)},
-            process_group=0,  # one of its own; what is stopped in it ends with us, should we be killed
+            process_group=0,  # of its own, to which signals go; the terminal's Ctrl-C does not, see `ask`
         )
         stack.callback(self._process.communicate)  # its input ends, and so does it
         stack.callback(self._signal, signal.SIGCONT)
@@ -77,11 +77,13 @@ class Pipe:
         assert self._process.stdout is not None
         self._signal(signal.SIGCONT)
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is gone, and there will be no answer
-        line = self._process.stdout.readline()
+            with suppress(BrokenPipeError):  # it is gone, and there will be no answer
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except KeyboardInterrupt:
+            self._signal(signal.SIGINT)
+            raise
         if not line:
             raise RuntimeError(f"its process ended: {self._last_words()}")
         self._signal(signal.SIGSTOP)

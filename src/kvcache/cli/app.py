@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
 import typer
@@ -22,9 +22,13 @@ Dtype = Literal["f32", "f16", "bf16", "fp8_e4m3", "q8_0", "q4_0"]
 
 
 def _tell_version(is_asked: bool) -> None:
-    if is_asked:
+    if not is_asked:
+        return
+    try:
         typer.echo(f"kvcache {version('kvcache')}")
-        raise typer.Exit
+    except PackageNotFoundError:
+        typer.echo("kvcache, not installed: run from its sources")
+    raise typer.Exit
 
 
 @app.callback()

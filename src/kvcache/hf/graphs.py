@@ -59,7 +59,7 @@ class _CudaCapture:
 
     def __call__(self, call: _Call) -> _Call:
         graph = torch.cuda.CUDAGraph()
-        failure: RuntimeError | None = None
+        failure: Exception | None = None
         try:
             # Its stream is entered here, too: a capture that fails leaves the thread on it. Nor do other threads, which
             # may allocate meanwhile, spoil it.
@@ -69,7 +69,7 @@ class _CudaCapture:
             ):
                 try:
                     call()
-                except RuntimeError as error:
+                except Exception as error:
                     failure = error
                     raise
         except RuntimeError as error:  # of the end of a capture that has failed before, which does not say why

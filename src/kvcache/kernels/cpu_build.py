@@ -1,7 +1,7 @@
 """The build of the CPU kernel: C++ compiled for this very machine, once.
 
-`torch.utils.cpp_extension` compiles `cpu.cpp` and the headers in `cpp/`, on first use (about 10 s) or ahead of time by
-`kvcache build`. The library is kept in
+`torch.utils.cpp_extension` compiles `cpu.cpp` and the headers in `cpp/`, on first use (about half a minute) or ahead of
+time by `kvcache build`. The library is kept in
 
     $KVCACHE_HOME, else $XDG_CACHE_HOME/kvcache, else ~/.cache/kvcache
         kernels/cpu-<isa>-<digest of the sources, flags, versions and CPU>/*.so

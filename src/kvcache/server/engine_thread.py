@@ -190,13 +190,16 @@ class EngineThread:
         if self._unavailable is None:
             self._unavailable = Unavailable("the server is stopping", "stopping")
 
-    async def drained(self, seconds: float) -> None:
-        """Wait until nothing is under way; after so many seconds, what still is gets `Unavailable`."""
+    async def drained(self, seconds: float, hint: str = "") -> None:
+        """Wait until nothing is under way; after so many seconds, what still is gets `Unavailable`.
+
+        hint: for the operator, what else can be done.
+        """
         self.refuse()
         end = time.monotonic() + seconds
         if self._open and seconds > 0:
             what = "a completion is" if self.num_open == 1 else f"{self.num_open} completions are"
-            self._log(f"kvcache: stopping; {what} under way and may take {seconds:g} s; Ctrl-C again stops at once")
+            self._log(f"kvcache: stopping; {what} under way and may take {seconds:g} s{hint}")
         while self._open and time.monotonic() < end:
             await asyncio.sleep(0.02)
         for ticket in self._open:
