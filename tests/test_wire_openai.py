@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from typing import Any
@@ -224,6 +225,14 @@ def test_messages_that_cannot_be_said_are_refused(message: dict[str, Any]) -> No
     with pytest.raises(Invalid) as caught:
         chat_body(messages=[message])
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["top-k", "a[b]", "str"])
+def test_a_field_that_nobody_knows_is_named_whatever_its_name(name: str) -> None:
+    with pytest.raises(Invalid, match=rf"supplied: {re.escape(name)}$"):
+        completion_body(prompt="x", **{name: 5})
+    with pytest.raises(Invalid, match=rf"supplied: messages\.0\.{re.escape(name)}$"):
+        chat_body(messages=[{"role": "user", "content": "x", name: 5}])
 
 
 def test_the_part_of_a_message_that_does_not_fit_is_named() -> None:

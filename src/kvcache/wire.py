@@ -9,7 +9,6 @@ is refused by its name (`Refused`). Values only: no I/O, no clock.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar, final
@@ -81,9 +80,10 @@ def _explained(error: ValidationError) -> Invalid:
         return Invalid(f"the body is {_shown(found[0]['input'])}; expected a JSON object")
     param = str(found[0]["loc"][0])
     # A union complains once for each of its members: those count that have come farthest.
-    same = [(_places(each["loc"]), each) for each in found if each["loc"][0] == found[0]["loc"][0]]
-    depth = max(len(each["loc"]) for _, each in same)
-    places, (first, *_) = zip(*((where, each) for where, each in same if len(each["loc"]) == depth), strict=True)
+    same = [each for each in found if each["loc"][0] == found[0]["loc"][0]]
+    depth = max(len(each["loc"]) for each in same)
+    farthest = [each for each in same if len(each["loc"]) == depth]
+    first, places = farthest[0], [_places(each["loc"]) for each in farthest]
     common = takewhile(lambda parts: len(set(parts)) == 1, zip(*places, strict=False))
     name = _clipped(".".join(str(part) for part, *_ in common))
     if first["type"] == "extra_forbidden":
@@ -92,15 +92,13 @@ def _explained(error: ValidationError) -> Invalid:
         return Invalid(f"{name}: {first['msg']}; got {_shown(first['input'])}", param, "unsupported_parameter")
     if first["type"] == "missing":
         return Invalid(f"{name}: missing; it is required", param, "missing_required_parameter")
-    messages = "; or: ".join(dict.fromkeys(each["msg"] for _, each in same if len(each["loc"]) == depth))
+    messages = "; or: ".join(dict.fromkeys(each["msg"] for each in farthest[:4]))
     return Invalid(f"{name}: {messages}; got {_shown(first['input'])}", param, "invalid_value")
 
 
 def _places(where: tuple[int | str, ...]) -> list[int | str]:
-    """Fields and indices, without the names of types that pydantic gives the members of a union."""
-    return [
-        part for part in where if isinstance(part, int) or (re.fullmatch(r"\w+", part) and part not in ("str", "int"))
-    ]
+    """Fields and indices, without the types (`list[TextPart]`) by which pydantic names a union's members on the way."""
+    return [*where[:1], *(part for part in where[1:-1] if "[" not in str(part)), *where[1:][-1:]]
 
 
 def _shown(value: object) -> str:

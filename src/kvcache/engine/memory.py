@@ -110,9 +110,6 @@ def divide(
 
     Raises `ValueError` when not even two blocks of each fit, and for more than the device has.
     """
-    total = _total_bytes(device)
-    if num_bytes is not None and total is not None and num_bytes > total:
-        raise ValueError(f"kv_bytes is {num_bytes}; the memory of {device} is {total} bytes: give less")
     causal = [
         (member, size) for member, size in zip(members, sizes.blocks, strict=True) if isinstance(member, CausalCache)
     ]
@@ -121,6 +118,8 @@ def divide(
     if num_bytes is None:
         num_bytes = available_bytes(device) // DEFAULT_SHARE
         most = max_sequences * (-(-min(max_length or DEFAULT_TOKENS, DEFAULT_TOKENS) // block_size) + 1)
+    elif (total := _total_bytes(device)) is not None and num_bytes > total:
+        raise ValueError(f"kv_bytes is {num_bytes}; the memory of {device} is {total} bytes: give less")
     budget = num_bytes - 2 * max_sequences * sizes.states  # one in use, one kept aside during a step, each
 
     def shapes(count: int) -> list[MemberShape]:

@@ -90,7 +90,6 @@ class Server:
         self.app = application(self._shared, instruments, _version(), self._lifespan, self._num_connections)
         self._uvicorn = uvicorn.Server(self._config())
         self._thread: threading.Thread | None = None
-        self._hint = ""
 
     @property
     def url(self) -> str:
@@ -105,7 +104,6 @@ class Server:
 
     def run(self) -> None:
         """Serve in this thread until SIGINT or SIGTERM, or `stop` from elsewhere."""
-        self._hint = "; Ctrl-C stops it now"
         with _signals_swallowed():
             self._serve()
 
@@ -184,7 +182,8 @@ class Server:
         """Uvicorn waits for answers under way; this sees to it that they end."""
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_SECONDS / 2)
-        await self._shared.engine.drained(self.settings.grace_seconds, self._hint)
+        hint = "; Ctrl-C stops it now" if self._thread is None else ""  # signals come to who has called `run`
+        await self._shared.engine.drained(self.settings.grace_seconds, hint)
 
     async def _close_silent_connections(self) -> None:
         """Close connections that have not sent the head of a request for long: uvicorn knows no bound for them."""
