@@ -43,7 +43,7 @@ def tables(sizes: Sizes | None = None, peers: Sequence[str] = ALL_PEERS, device:
     """All of the above, as they are done.
 
     peers: who is measured beside us; who cannot be had here is absent with a note.
-    device: "cpu", or a GPU as PyTorch names it, "cuda" or "cuda:1". Takes some minutes, of which compiling
+    device: "cpu", or a GPU as PyTorch names it, "cuda" or "cuda:1". Takes two minutes and a half, of which compiling
     flex_attention is half of one, and 3 GB; on a GPU 5 GB, and twice that for repeated heads. Raises `ValueError` for a
     peer of no known name and for other devices.
     """
