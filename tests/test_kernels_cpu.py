@@ -450,6 +450,16 @@ def test_put_stores_what_the_formats_encode(
         assert torch.equal(part.array.view(torch.uint8), expected.array.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dim", [4, 36, 60, 80])
+def test_put_of_fp8_rows_that_fill_no_group(isa: str, dim: int) -> None:
+    stored, slots = storage("fp8_e4m3", dim), np.arange(20)
+    rows = awkward_rows(20, 3, 96, torch.float32)[..., :dim]
+    CpuKernel().put(stored, stored, slots, rows, rows)
+    expected = storage("fp8_e4m3", dim)
+    BACKEND.write_rows(expected.array, slots, stored.format.encode(rows))
+    assert torch.equal(stored.array.view(torch.uint8), expected.array.view(torch.uint8))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("interleaved", "begin", "num_pairs"), [(False, 0, 32), (True, 0, 32), (False, 16, 8), (True, 4, 12)]

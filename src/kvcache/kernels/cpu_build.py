@@ -81,6 +81,8 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     Raises `ValueError` for an unknown isa and `NotSupported` when it cannot be compiled, with the compiler's words.
     """
     name = isa_name(isa)
+    if name == "avx512" and not torch.cpu._is_avx512_supported():
+        raise NotSupported("KVCACHE_ISA is 'avx512' and this CPU has no AVX-512; leave it unset, or name avx2 or scalar")
     folder = _folder(name)
     path = folder / f"{_namespace(folder)}.so"
     started = time.perf_counter()
@@ -91,8 +93,6 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
         _compile(name, path, verbose)
     library = getattr(torch.ops, _namespace(folder))
     found = library.isa()
-    if name == "avx512" and not found.startswith("avx512"):
-        raise NotSupported(f"KVCACHE_ISA is 'avx512' and this CPU ({_cpu()}) has no AVX-512; unset it, or name avx2")
     if library.has_amx() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
         library.set_amx(True)
     if library.uses_amx():

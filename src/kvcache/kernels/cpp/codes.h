@@ -35,38 +35,18 @@ inline void write_row(void* base, int64_t at, int format, int dim, const float* 
     floats_to_f16(values, dim, half);
 }
 
+constexpr int GROUP_VECTORS = GROUP / LANES;
+
 // --- fp8 --------------------------------------------------------------------------------------------------------------
 
-// Saturates at 448, rounds half to even, keeps NaN. Below 2^-6 steps are 2^-9: adding 2^14 rounds there by itself.
-KV_INLINE uint8_t float_to_fp8(float x) {
-  const uint32_t u = bits<uint32_t>(x), sign = u >> 31 << 7;
-  const bool is_nan = (u & 0x7fffffffu) > 0x7f800000u;
-  const float size = std::min(bits<float>(u & 0x7fffffffu), 448.0f);
-  const uint32_t s = bits<uint32_t>(size);
-  const uint32_t normal = (s + 0x7ffffu + ((s >> 20) & 1u) - (120u << 23)) >> 20;
-  const uint32_t subnormal = bits<uint32_t>(size + 16384.0f) - bits<uint32_t>(16384.0f);
-  const uint32_t code = s < (121u << 23) ? subnormal : normal;
-  return uint8_t(sign | (is_nan ? 0x7fu : code));
+inline void encode_group_fp8(const float* x, uint8_t* to) {
+  vu codes[GROUP_VECTORS];
+#pragma GCC unroll 4
+  for (int i = 0; i < GROUP_VECTORS; i++) codes[i] = to_fp8(load<vf>(x + i * LANES));
+  store_low_bytes<GROUP_VECTORS>(to, codes);
 }
 
 #if defined(KV_AVX512)
-
-// The same for 16 values (`min` gives its second operand where one is NaN).
-KV_INLINE __m128i floats_to_fp8(__m512 x) {
-  const __m512i u = _mm512_castps_si512(x), sign = _mm512_slli_epi32(_mm512_srli_epi32(u, 31), 7);
-  const __m512i magnitude = _mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff));
-  const __m512 size = _mm512_min_ps(_mm512_castsi512_ps(magnitude), _mm512_set1_ps(448.0f));
-  const __m512i s = _mm512_castps_si512(size), odd = _mm512_and_si512(_mm512_srli_epi32(s, 20), _mm512_set1_epi32(1));
-  const __m512i bias = _mm512_set1_epi32(0x7ffff - (120 << 23));
-  const __m512i normal = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(s, bias), odd), 20);
-  const __m512 shifted = _mm512_add_ps(size, _mm512_set1_ps(16384.0f));
-  const __m512i subnormal = _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(_mm512_set1_ps(16384.0f)));
-  const __mmask16 is_small = _mm512_cmplt_epu32_mask(s, _mm512_set1_epi32(121 << 23));
-  const __mmask16 is_nan = _mm512_cmpgt_epu32_mask(magnitude, _mm512_set1_epi32(0x7f800000));
-  __m512i code = _mm512_mask_mov_epi32(normal, is_small, subnormal);
-  code = _mm512_mask_mov_epi32(code, is_nan, _mm512_set1_epi32(0x7f));
-  return _mm512_cvtepi32_epi8(_mm512_or_si512(sign, code));
-}
 
 // 16 codes by way of f16, which has subnormals of its own: shifted there, fp8's values are smaller by 2^8.
 KV_INLINE __m512 fp8_to_floats(__m128i codes) {
@@ -79,65 +59,103 @@ KV_INLINE __m512 fp8_to_floats(__m128i codes) {
 }
 #endif
 
-// --- q8_0 and q4_0 ----------------------------------------------------------------------------------------------------
-
-__attribute__((noinline)) inline void multiply_group(const float* x, float factor, float* out) {
-  for (int i = 0; i < GROUP; i++) out[i] = x[i] * factor;
+inline void decode_group_fp8(const uint8_t* from, float* to) {
+#if defined(KV_AVX512)
+  for (int i = 0; i < GROUP; i += 16)
+    _mm512_storeu_ps(to + i, fp8_to_floats(_mm_loadu_si128((const __m128i*)(from + i))));
+#else
+  vu codes[GROUP_VECTORS];
+  load_bytes<GROUP_VECTORS>(from, codes);
+#pragma GCC unroll 4
+  for (int i = 0; i < GROUP_VECTORS; i++) store(to + i * LANES, from_fp8(codes[i]));
+#endif
 }
+
+// All of n values, the last of which need not fill a group.
+template <class From, class To>
+inline void in_groups(const From* from, int n, To* to, void (*convert)(const From*, To*)) {
+  for (int i = 0; i < n; i += GROUP) {
+    const int count = std::min(GROUP, n - i);
+    if (count == GROUP) {
+      convert(from + i, to + i);
+      continue;
+    }
+    From rest[GROUP] = {};
+    To converted[GROUP];
+    std::copy_n(from + i, count, rest);
+    convert(rest, converted);
+    std::copy_n(converted, count, to + i);
+  }
+}
+
+// --- q8_0 and q4_0 ----------------------------------------------------------------------------------------------------
 
 inline float inverse_or_zero(float scale) {
   const float inverse = 1.0f / scale;
   return std::isfinite(inverse) ? inverse : 0.0f;
 }
 
+inline void store_scale(float scale, uint8_t* to) {
+  const uint16_t half = float_to_f16(scale);
+  std::memcpy(to, &half, 2);
+}
+
 inline float largest_size(const float* x) {
-  vi largest = {};
-  for (int i = 0; i < GROUP; i += LANES) {
-    const vi size = load<vi>(x + i) & 0x7fffffff;
-    largest = size > largest ? size : largest;  // as integers a NaN is larger than everything
-  }
-  int32_t best = largest[0];
-  for (int i = 1; i < LANES; i++) best = std::max(best, largest[i]);
-  return bits<float>(best > 0x7f800000 ? 0x7fc00000 : best);  // a NaN without a payload, as arithmetic makes
+  vu sizes = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < GROUP_VECTORS; i++) sizes = larger(sizes, load<vu>(x + i * LANES) & 0x7fffffffu);
+  const uint32_t size = largest_of(sizes);  // as integers a NaN is larger than everything
+  return bits<float>(size > 0x7f800000u ? 0x7fc00000u : size);  // a NaN without a payload, as arithmetic makes
 }
 
 inline void encode_group_q8(const float* x, uint8_t* quants, uint8_t* scale_out) {
-  float scaled[GROUP];
   const float scale = largest_size(x) / 127.0f;
-  multiply_group(x, inverse_or_zero(scale), scaled);
-  for (int i = 0; i < GROUP; i++) {
-    const float rounded = scaled[i] + std::copysign(BELOW_HALF, scaled[i]);
-    quants[i] = uint8_t(int8_t(int32_t(std::min(std::max(rounded, -127.5f), 127.5f))));
+  const vf inverse = splat(inverse_or_zero(scale));
+  vu codes[GROUP_VECTORS];
+#pragma GCC unroll 4
+  for (int i = 0; i < GROUP_VECTORS; i++) {
+    const vf scaled = unfused(load<vf>(x + i * LANES) * inverse);  // at most 127, as inverses are 0 or near exact
+    const vu half = bits<vu>(splat(BELOW_HALF)) | (bits<vu>(scaled) & 0x80000000u);
+    codes[i] = (vu)to_integer(scaled + bits<vf>(half));
   }
-  const uint16_t half = float_to_f16(scale);
-  std::memcpy(scale_out, &half, 2);
+  store_low_bytes<GROUP_VECTORS>(quants, codes);
+  store_scale(scale, scale_out);
+}
+
+// The first value of the largest size, or the first NaN.
+inline float extreme_of(const float* x) {
+  vu positive = {}, negative = {};  // the largest size, and below it whether a value of that sign has it
+#pragma GCC unroll 4
+  for (int i = 0; i < GROUP_VECTORS; i++) {
+    const vu u = load<vu>(x + i * LANES), turned = u << 1 | u >> 31;
+    negative = larger(negative, turned), positive = larger(positive, turned ^ 1u);
+  }
+  const uint32_t n = largest_of(negative), p = largest_of(positive);
+  const bool is_clear = (n & p & 1u) == 0 && n >> 1 <= 0x7f800000u;
+  if (is_clear) return bits<float>(n >> 1 | n << 31);
+  const float size = bits<float>(n >> 1);
+  return *std::find_if(x, x + GROUP - 1, [&](float value) { return std::abs(value) == size || value != value; });
 }
 
 inline void encode_group_q4(const float* x, uint8_t* quants, uint8_t* scale_out) {
-  const float size = largest_size(x);
-  float scaled[GROUP];
-  int extreme = 0;
-  while (extreme < GROUP - 1 && std::abs(x[extreme]) != size && x[extreme] == x[extreme]) extreme++;
-  const float scale = x[extreme] / -8.0f;
-  multiply_group(x, inverse_or_zero(scale), scaled);
-  uint8_t codes[GROUP];
-  for (int i = 0; i < GROUP; i++) codes[i] = uint8_t(int32_t(std::min(std::max(scaled[i] + 8.5f, 0.0f), 15.0f)));
-  for (int i = 0; i < GROUP / 2; i++) quants[i] = uint8_t(codes[i] | codes[i + GROUP / 2] << 4);
-  const uint16_t half = float_to_f16(scale);
-  std::memcpy(scale_out, &half, 2);
+  const float scale = extreme_of(x) / -8.0f;
+  const vf inverse = splat(inverse_or_zero(scale));
+  vu codes[GROUP_VECTORS];
+#pragma GCC unroll 4
+  for (int i = 0; i < GROUP_VECTORS; i++) {
+    const vf scaled = unfused(load<vf>(x + i * LANES) * inverse);
+    codes[i] = (vu)to_integer(minimum(splat(15.0f), scaled + 8.5f));  // NaN stays
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < GROUP_VECTORS / 2; i++) codes[i] |= codes[i + GROUP_VECTORS / 2] << 4;
+  store_low_bytes<GROUP_VECTORS / 2>(quants, codes);
+  store_scale(scale, scale_out);
 }
 
 #if defined(KV_AVX512)
 
 // The first N of four groups at once: what there is one of in a group is computed for all of them in one vector. False,
 // and nothing written, where comparing does not say everything (NaN, infinity, two extremes of one size).
-
-// A product that no sum after it is fused with.
-KV_INLINE __m512 product(__m512 a, __m512 b) {
-  __m512 result = _mm512_mul_ps(a, b);
-  asm("" : "+v"(result));
-  return result;
-}
 
 // Lane i: what `best` makes of all lanes of v[i].
 template <class F>
@@ -179,7 +197,7 @@ inline bool encode_first_q8(const float* x, uint8_t* quants, uint8_t* scales) {
   _mm_store_ps(inverse, inverses_or_zero(scale));
 #pragma GCC unroll 8
   for (int i = 0; i < 2 * N; i++) {
-    const __m512 scaled = product(_mm512_loadu_ps(x + i * 16), _mm512_set1_ps(inverse[i / 2]));
+    const __m512 scaled = (__m512)unfused(load<vf>(x + i * 16) * splat(inverse[i / 2]));
     const __m512 half = _mm512_or_ps(_mm512_and_ps(scaled, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(BELOW_HALF));
     const __m512i code = _mm512_cvttps_epi32(_mm512_add_ps(scaled, half));  // at most 127: inverses are 0 or near exact
     _mm_storeu_si128((__m128i*)(quants + i * 16), _mm512_cvtepi32_epi8(code));
@@ -213,7 +231,7 @@ inline bool encode_first_q4(const float* x, uint8_t* quants, uint8_t* scales) {
 #pragma GCC unroll 4
   for (int g = 0; g < N; g++) {
     const auto code = [&](int i) {
-      const __m512 scaled = product(_mm512_loadu_ps(x + g * GROUP + i), _mm512_set1_ps(inverse[g]));
+      const __m512 scaled = (__m512)unfused(load<vf>(x + g * GROUP + i) * splat(inverse[g]));
       return _mm512_cvttps_epi32(_mm512_min_ps(_mm512_add_ps(scaled, _mm512_set1_ps(8.5f)), _mm512_set1_ps(15.0f)));
     };
     const __m512i both = _mm512_or_si512(code(0), _mm512_slli_epi32(code(16), 4));
@@ -263,10 +281,19 @@ inline void decode_groups(const uint8_t* quants, const uint8_t* scales, int n, f
     }
     for (int i = 0; i < 2; i++) _mm512_storeu_ps(out + 16 * i, _mm512_mul_ps(values[i], scale));
 #else
-    const float scale = f16_to_float(half);
-    for (int i = 0; i < GROUP; i++) {
-      const int quant = F == Q8 ? int8_t(quants[i]) : (i < GROUP / 2 ? quants[i] & 15 : quants[i - GROUP / 2] >> 4) - 8;
-      out[i] = float(quant) * scale;
+    const vf scale = splat(f16_to_float(half));
+    constexpr int N = F == Q8 ? GROUP_VECTORS : GROUP_VECTORS / 2;
+    vu codes[N];
+    load_bytes<N>(quants, codes);
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      const auto put = [&](int place, vi quant) { store(out + place, to_float(quant) * scale); };
+      if (F == Q8) {
+        put(i * LANES, (vi)(codes[i] << 24) >> 24);
+      } else {
+        put(i * LANES, (vi)(codes[i] & 15u) - 8);
+        put(i * LANES + GROUP / 2, (vi)(codes[i] >> 4) - 8);
+      }
     }
 #endif
   }
@@ -278,27 +305,14 @@ inline void encode_row(const float* x, int format, int dim, uint8_t* to) {
   if (format <= BF16) return write_row(to, 0, format, dim, x);
   if (format == Q8) return encode_groups<Q8>(x, dim / GROUP, to, to + dim);
   if (format == Q4) return encode_groups<Q4>(x, dim / GROUP, to, to + dim / 2);
-  int i = 0;
-#if defined(KV_AVX512)
-  for (; i + 16 <= dim; i += 16) _mm_storeu_si128((__m128i*)(to + i), floats_to_fp8(_mm512_loadu_ps(x + i)));
-#endif
-  for (; i < dim; i++) to[i] = float_to_fp8(x[i]);
+  in_groups(x, dim, to, encode_group_fp8);
 }
 
 inline void decode_row(const uint8_t* from, int format, int dim, float* out) {
   if (format <= BF16) return read_row(from, 0, format, dim, out);
   if (format == Q8) return decode_groups<Q8>(from, from + dim, dim / GROUP, out);
   if (format == Q4) return decode_groups<Q4>(from, from + dim / 2, dim / GROUP, out);
-  int i = 0;
-#if defined(KV_AVX512)
-  for (; i + 16 <= dim; i += 16) _mm512_storeu_ps(out + i, fp8_to_floats(_mm_loadu_si128((const __m128i*)(from + i))));
-#endif
-  for (; i < dim; i += 4) {  // a unit
-    vu codes = {};
-    for (int j = 0; j < 4; j++) codes[j] = from[i + j];
-    const vf values = from_fp8(codes);
-    std::memcpy(out + i, &values, 16);
-  }
+  in_groups(from, dim, out, decode_group_fp8);
 }
 
 }  // namespace kv

@@ -76,7 +76,7 @@ struct Heads {  // bf16 [batch, heads, tokens, dim], strides in elements, the va
 };
 
 KV_INLINE float rounded(float x) { return bf16_to_float(float_to_bf16(x)); }
-KV_INLINE vf rounded(vf x) { return bits<vf>(upper_bf16(x)); }
+KV_INLINE vf rounded(vf x) { return bits<vf>(nearest_bf16(x) & 0xffff0000u); }
 
 // to = from * cosine + (halves exchanged, the first of them negated) * sine, of the first `turned` values of `dim`; the others
 // stay. As PyTorch computes it: products are rounded before they are added.

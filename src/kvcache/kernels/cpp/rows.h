@@ -12,6 +12,7 @@
 namespace kv {
 
 constexpr int64_t GRAIN = 1 << 16;  // values that are worth waking a thread for: 10 to 30 us
+constexpr int64_t CONVERTED_GRAIN = LANES << 11;  // and of those that are not merely copied
 
 struct Rows {  // queries, outputs, new keys: strides in elements, the values of a row adjacent
   void* base;
@@ -47,7 +48,10 @@ inline void put_rows(const Store& store, const Rows& rows, const int64_t* slots,
 
 inline void put(const Store* stores, const Rows* rows, int num_stores, const int64_t* slots, int64_t n, int heads,
                 int64_t block_size) {
-  const int64_t grain = std::max<int64_t>(1, GRAIN / (int64_t(heads) * stores[0].dim * num_stores));
+  int64_t worth = GRAIN;
+  for (int s = 0; s < num_stores; s++)
+    if (rows[s].format != stores[s].format) worth = CONVERTED_GRAIN;
+  const int64_t grain = std::max<int64_t>(1, worth / (int64_t(heads) * stores[0].dim * num_stores));
   at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
     for (int s = 0; s < num_stores; s++) put_rows(stores[s], rows[s], slots, begin, end, heads, block_size);
   });
@@ -80,10 +84,21 @@ KV_INLINE float as_float(uint16_t x) { return bf16_to_float(x); }
 KV_INLINE void set_float(float& to, float x) { to = x; }
 KV_INLINE void set_float(uint16_t& to, float x) { to = float_to_bf16(x); }
 
+KV_INLINE vf lanes_of(const float* from) { return load<vf>(from); }
+KV_INLINE vf lanes_of(const uint16_t* from) { return bf16_lanes(from); }
+KV_INLINE void set_lanes(float* to, vf x) { store(to, x); }
+KV_INLINE void set_lanes(uint16_t* to, vf x) { store_bf16(to, x); }
+
 template <int STEP, class T>  // T: float, or bf16
 inline void rotate_pairs(T* first, T* second, const float* cosine, const float* sine, int pairs) {
+  int i = 0;
+  for (; STEP == 1 && i + LANES <= pairs; i += LANES) {
+    const vf a = lanes_of(first + i), b = lanes_of(second + i), c = load<vf>(cosine + i), s = load<vf>(sine + i);
+    set_lanes(first + i, a * c - b * s);
+    set_lanes(second + i, a * s + b * c);
+  }
 #pragma GCC ivdep
-  for (int i = 0; i < pairs; i++) {
+  for (; i < pairs; i++) {
     const float a = as_float(first[i * STEP]), b = as_float(second[i * STEP]);
     set_float(first[i * STEP], a * cosine[i] - b * sine[i]);
     set_float(second[i * STEP], a * sine[i] + b * cosine[i]);

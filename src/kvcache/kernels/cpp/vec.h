@@ -14,6 +14,7 @@
 
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -82,6 +83,8 @@ KV_INLINE vu splat_u(uint32_t x) { return bits<vu>(splat(bits<float>(x))); }
 KV_INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }  // where one is NaN: b
 KV_INLINE vf minimum(vf a, vf b) { return a < b ? a : b; }
 
+KV_INLINE vu larger(vu a, vu b) { return a > b ? a : b; }
+
 KV_INLINE float sum(vf v) {
 #if defined(KV_AVX512)
   return _mm512_reduce_add_ps((__m512)v);
@@ -102,7 +105,66 @@ KV_INLINE float maximum_of(vf v) {
 #endif
 }
 
+KV_INLINE uint32_t largest_of(vu v) {
+#if defined(KV_AVX512)
+  return _mm512_reduce_max_epu32((__m512i)v);
+#else
+  uint32_t half[LANES / 2];
+  for (int i = 0; i < LANES / 2; i++) half[i] = std::max(v[i], v[i + LANES / 2]);
+  return std::max(std::max(half[0], half[2]), std::max(half[1], half[3]));
+#endif
+}
+
 KV_INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
+KV_INLINE vi to_integer(vf v) { return __builtin_convertvector(v, vi); }  // towards zero; the low byte is 0 of NaN
+
+// Bytes into the lanes of N vectors, and the low bytes of lanes out of them. Without memory between, GCC 12 takes vectors
+// of the two sizes apart lane by lane.
+template <int N>
+KV_INLINE void load_bytes(const uint8_t* from, vu* v) {
+#if defined(KV_AVX2)
+#pragma GCC unroll 4
+  for (int i = 0; i < N; i++) v[i] = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + i * LANES)));
+#else
+  uint32_t lanes[N * LANES];
+  for (int i = 0; i < N * LANES; i++) lanes[i] = from[i];
+  asm("" : "+m"(lanes));
+  std::memcpy(v, lanes, sizeof(lanes));
+#endif
+}
+
+template <int N>
+KV_INLINE void store_low_bytes(uint8_t* to, const vu* v) {
+#if defined(KV_AVX512)
+#pragma GCC unroll 4
+  for (int i = 0; i < N; i++) _mm_storeu_si128((__m128i*)(to + i * LANES), _mm512_cvtepi32_epi8((__m512i)v[i]));
+#elif defined(KV_AVX2)
+  const __m256i low = _mm256_set1_epi64x(0x0c080400);
+#pragma GCC unroll 4
+  for (int i = 0; i < N; i++) {
+    const __m256i four = _mm256_shuffle_epi8((__m256i)v[i], low);
+    const __m128i eight = _mm_unpacklo_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+    _mm_storel_epi64((__m128i*)(to + i * LANES), eight);
+  }
+#else
+  uint32_t lanes[N * LANES];
+  std::memcpy(lanes, v, sizeof(lanes));
+  asm("" : "+m"(lanes));
+  for (int i = 0; i < N * LANES; i++) to[i] = uint8_t(lanes[i]);
+#endif
+}
+
+// A product that no sum after it is fused with.
+KV_INLINE vf unfused(vf product) {
+#if defined(KV_AVX512)
+  asm("" : "+v"(product));
+#elif defined(KV_AVX2)
+  asm("" : "+x"(product));
+#else
+  asm("" : "+m"(product));
+#endif
+  return product;
+}
 
 // Lanes [0, N), of vectors whose other lanes do not matter; N is at most 4.
 template <int N>
@@ -247,6 +309,17 @@ KV_INLINE vf from_fp8(vu x) {
   return bits<vf>(result | ((x & 0x80u) << 24));
 }
 
+// Saturates at 448, rounds half to even, keeps NaN. Below 2^-6 steps are 2^-9: adding 2^14 rounds there by itself.
+KV_INLINE vu to_fp8(vf x) {
+  const vu u = bits<vu>(x), magnitude = u & 0x7fffffffu;
+  const vf size = minimum(bits<vf>(magnitude), splat(448.0f));
+  const vu s = bits<vu>(size);
+  const vu normal = (s + (0x7ffffu - (120u << 23)) + ((s >> 20) & 1u)) >> 20;
+  const vu subnormal = bits<vu>(size + 16384.0f) - bits<uint32_t>(16384.0f);
+  const vu code = (vi)s < (vi)splat_u(121u << 23) ? subnormal : normal;
+  return u >> 31 << 7 | ((vi)magnitude > 0x7f800000 ? splat_u(0x7fu) : code);
+}
+
 // Loads the first `n` of LANES 32-bit units, the rest zero; nothing beyond unit n is touched.
 KV_INLINE vu load_units(const uint8_t* from, int n) {
 #if defined(KV_AVX512)
@@ -325,15 +398,28 @@ KV_INLINE uint16_t float_to_bf16(float x) {
 
 typedef uint16_t halves __attribute__((vector_size(2 * KV_LANES)));
 
-KV_INLINE vf bf16_lanes(const uint16_t* from) { return bits<vf>(__builtin_convertvector(load<halves>(from), vu) << 16); }
-
-// As `float_to_bf16`, in the upper half of each lane.
-KV_INLINE vu upper_bf16(vf x) {
-  const vu u = bits<vu>(x);
-  return (x == x ? u + 0x7fffu + ((u >> 16) & 1u) : u | 0x400000u) & 0xffff0000u;
+KV_INLINE vf bf16_lanes(const uint16_t* from) {
+#if defined(KV_AVX2)  // GCC 12 expands halves apart
+  return bits<vf>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from)), 16));
+#else
+  return bits<vf>(__builtin_convertvector(load<halves>(from), vu) << 16);
+#endif
 }
 
-KV_INLINE void store_bf16(uint16_t* to, vf x) { store(to, __builtin_convertvector(upper_bf16(x) >> 16, halves)); }
+// As `float_to_bf16`, in the upper half of each lane, beside what it leaves in the lower.
+KV_INLINE vu nearest_bf16(vf x) {
+  const vu u = bits<vu>(x);
+  return x == x ? u + 0x7fffu + ((u >> 16) & 1u) : u | 0x400000u;
+}
+
+KV_INLINE void store_bf16(uint16_t* to, vf x) {
+#if defined(KV_AVX2)
+  const __m256i words = (__m256i)(nearest_bf16(x) >> 16);
+  store(to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+  store(to, __builtin_convertvector(nearest_bf16(x) >> 16, halves));
+#endif
+}
 
 inline void floats_to_bf16(const float* from, int n, uint16_t* to) {
   int i = 0;
