@@ -125,7 +125,7 @@ KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weigh
 #pragma GCC unroll 2
   for (; at + 2 * LANES <= in; at += 2 * LANES) {
     if (FETCH && at % DEPTH == 0)
-      for (int c = 0; c < MC; c++) __builtin_prefetch(weight + c * in + at + WEIGHTS_AHEAD / 2, 0, 2);
+      for (int c = 0; c < MC; c++) __builtin_prefetch(weight + MC * at + c * DEPTH + WEIGHTS_AHEAD / 2, 0, 2);
 #pragma GCC unroll 2
     for (int c = 0; c < MC; c++) pairs[c] = load<vu>(weight + c * in + at);
     add(at, pairs);
