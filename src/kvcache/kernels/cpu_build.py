@@ -82,7 +82,7 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     """
     name = isa_name(isa)
     if name == "avx512" and not torch.cpu._is_avx512_supported():
-        raise NotSupported("KVCACHE_ISA is 'avx512' and this CPU has no AVX-512; leave it unset, or name avx2 or scalar")
+        raise NotSupported("KVCACHE_ISA is 'avx512' and this CPU has no AVX-512; unset it, or name avx2 or scalar")
     folder = _folder(name)
     path = folder / f"{_namespace(folder)}.so"
     started = time.perf_counter()
