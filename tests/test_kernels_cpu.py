@@ -450,6 +450,24 @@ def test_put_stores_what_the_formats_encode(
         assert torch.equal(part.array.view(torch.uint8), expected.array.view(torch.uint8))
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "q8_0", "q4_0"])
+def test_put_where_subnormals_are_flushed(isa: str, name: str) -> None:
+    rng = np.random.default_rng(12)
+    rows = torch.from_numpy(rng.standard_normal((20, 3, 64), dtype=np.float32) * np.float32(2.0**-130))
+    rows[0] *= 2.0**10
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU does not flush them")
+    try:
+        parts = storage(name, 64), storage(name, 64)
+        CpuKernel().put(*parts, np.arange(20), rows, rows)
+        encoded = formats.create(name, backends.create("numpy")).encode(rows.numpy())
+    finally:
+        torch.set_flush_denormal(False)
+    for part in parts:
+        seen = BACKEND.gather_rows(part.array, np.arange(20)).view(torch.uint8).numpy()
+        assert np.array_equal(seen, encoded.view(np.uint8))
+
+
 @pytest.mark.parametrize("dim", [4, 36, 60, 80])
 def test_put_of_fp8_rows_that_fill_no_group(isa: str, dim: int) -> None:
     stored, slots = storage("fp8_e4m3", dim), np.arange(20)
@@ -462,7 +480,8 @@ def test_put_of_fp8_rows_that_fill_no_group(isa: str, dim: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
-    ("interleaved", "begin", "num_pairs"), [(False, 0, 32), (True, 0, 32), (False, 16, 8), (True, 4, 12)]
+    ("interleaved", "begin", "num_pairs"),
+    [(False, 0, 32), (True, 0, 32), (False, 16, 8), (True, 4, 12), (False, 4, 5), (False, 2, 20)],
 )
 def test_shift_turns_stored_keys(isa: str, name: str, interleaved: bool, begin: int, num_pairs: int) -> None:
     keys = storage(name, 64)

@@ -93,6 +93,8 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
         _compile(name, path, verbose)
     library = getattr(torch.ops, _namespace(folder))
     found = library.isa()
+    if name == "avx512" and not found.startswith("avx512"):
+        raise NotSupported(f"KVCACHE_ISA is 'avx512' and what was compiled is {found}; look at KVCACHE_CFLAGS and CXX")
     if library.has_amx() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
         library.set_amx(True)
     if library.uses_amx():

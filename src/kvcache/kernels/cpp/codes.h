@@ -1,7 +1,7 @@
 // Single rows of values and of codes: f32 from what is stored and back, in every format.
 //
-// Bit for bit what `kvcache/formats/reference.py` says. A product and the sum after it stand in functions of their own
-// where a compiler that fuses them (FMA rounds once) would give other codes.
+// Bit for bit what `kvcache/formats/reference.py` says. Products are `unfused` where a compiler that fuses them with the sum
+// after them (FMA rounds once) would give other codes.
 #pragma once
 
 #include <algorithm>
@@ -131,8 +131,8 @@ inline float extreme_of(const float* x) {
     negative = larger(negative, turned), positive = larger(positive, turned ^ 1u);
   }
   const uint32_t n = largest_of(negative), p = largest_of(positive);
-  const bool is_clear = (n & p & 1u) == 0 && n >> 1 <= 0x7f800000u;
-  if (is_clear) return bits<float>(n >> 1 | n << 31);
+  const bool is_normal = (n >> 1) - 0x00800000u <= 0x7f800000u - 0x00800000u;  // subnormals are alike where they are flushed
+  if (is_normal && (n & p & 1u) == 0) return bits<float>(n >> 1 | n << 31);
   const float size = bits<float>(n >> 1);
   return *std::find_if(x, x + GROUP - 1, [&](float value) { return std::abs(value) == size || value != value; });
 }

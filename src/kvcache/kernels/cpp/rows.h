@@ -12,7 +12,7 @@
 namespace kv {
 
 constexpr int64_t GRAIN = 1 << 16;  // values that are worth waking a thread for: 10 to 30 us
-constexpr int64_t CONVERTED_GRAIN = LANES << 11;  // and of those that are not merely copied
+constexpr int64_t CONVERTED_GRAIN = LANES << 11;  // and of those that change their format on the way
 
 struct Rows {  // queries, outputs, new keys: strides in elements, the values of a row adjacent
   void* base;
@@ -119,7 +119,8 @@ inline void rotate(T* row, const Rotation& rotation, const Angles& angles) {
 // slots are done head by head, in the order of memory.
 inline void shift(const Store& store, const int64_t* slots, const int64_t* offsets, int64_t n, int heads,
                   int64_t block_size, const Rotation& rotation) {
-  const int64_t grain = std::max<int64_t>(1, GRAIN / (int64_t(heads) * store.dim));
+  const int64_t worth = store.format == F32 || store.format == BF16 ? GRAIN : CONVERTED_GRAIN;
+  const int64_t grain = std::max<int64_t>(1, worth / (int64_t(heads) * store.dim));
   at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
     Angles angles;
     alignas(64) float values[MAX_DIM];

@@ -9,7 +9,7 @@
 //   | otherwise, or KVCACHE_PORTABLE  | 8     | scalar    | nothing: GCC's and Clang's vector types, any machine  |
 //
 // Arithmetic is written with the compilers' vector types, so that it exists once; intrinsics stand only where the
-// vector types have no word for an instruction.
+// vector types have no word for an instruction, or GCC 12 does not find it.
 #pragma once
 
 #include <c10/util/Half.h>
@@ -116,10 +116,11 @@ KV_INLINE uint32_t largest_of(vu v) {
 }
 
 KV_INLINE vf to_float(vi v) { return __builtin_convertvector(v, vf); }
-KV_INLINE vi to_integer(vf v) { return __builtin_convertvector(v, vi); }  // towards zero; the low byte is 0 of NaN
+// Towards zero; the low byte is 0 of NaN (x86 and Arm).
+KV_INLINE vi to_integer(vf v) { return __builtin_convertvector(v, vi); }
 
-// Bytes into the lanes of N vectors, and the low bytes of lanes out of them. Without memory between, GCC 12 takes vectors
-// of the two sizes apart lane by lane.
+// Bytes into the lanes of N vectors, and the low bytes of lanes out of them. With vector types alone GCC 12 takes them
+// apart lane by lane, unless memory is between.
 template <int N>
 KV_INLINE void load_bytes(const uint8_t* from, vu* v) {
 #if defined(KV_AVX2)
