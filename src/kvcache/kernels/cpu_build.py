@@ -78,7 +78,8 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     """Compiles the kernel for this machine, unless it is there already, and loads it: `operators` gives it from now on.
 
     isa: one of `ISAS`; `None`: what `KVCACHE_ISA` names, else the best. verbose: show the compiler's output.
-    Raises `ValueError` for an unknown isa and `NotSupported` when it cannot be compiled, with the compiler's words.
+    Raises `ValueError` for an unknown isa, and `NotSupported` for one that this CPU has not and when it cannot be
+    compiled, with the compiler's words.
     """
     name = isa_name(isa)
     if name == "avx512" and not torch.cpu._is_avx512_supported():

@@ -287,13 +287,8 @@ inline void decode_groups(const uint8_t* quants, const uint8_t* scales, int n, f
     load_bytes<N>(quants, codes);
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) {
-      const auto put = [&](int place, vi quant) { store(out + place, to_float(quant) * scale); };
-      if (F == Q8) {
-        put(i * LANES, (vi)(codes[i] << 24) >> 24);
-      } else {
-        put(i * LANES, (vi)(codes[i] & 15u) - 8);
-        put(i * LANES + GROUP / 2, (vi)(codes[i] >> 4) - 8);
-      }
+      store(out + i * LANES, expand_f32<F>(codes[i], 0) * scale);
+      if (F == Q4) store(out + i * LANES + GROUP / 2, expand_f32<F>(codes[i], 1) * scale);
     }
 #endif
   }
