@@ -17,6 +17,9 @@ NOTE ?=
 
 bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Two processes, for two cores; a file stays in one, with what its tests share, and files come in their order, in which the
+# long ones are not last. A process that dies is not replaced: pytest would wait for ever for its tests.
+pytest := $(bin)/python -m pytest --config-file=pyproject.toml -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Folders too, so that a removed or renamed file counts as a change.
 sources := $(shell find src -name __pycache__ -prune -o -print)
 coverage := $(if $(COVERAGE),--cov=kvcache --cov-report=term-missing)
@@ -36,7 +39,7 @@ test: $(VENV)/.installed-dev
 	$(bin)/ruff format --check
 	$(bin)/mypy
 	$(bin)/lint-imports
-	$(bin)/python -m pytest --config-file=pyproject.toml $(coverage) $(PYTEST_ARGS) --pyargs kvcache tests docs README.md
+	$(pytest) $(coverage) $(PYTEST_ARGS) --pyargs kvcache tests docs README.md
 
 bench: $(VENV)/.installed-demo
 	$(bin)/kvcache bench $(BENCH) --json benchmarks/results/$(BENCH).json \
@@ -52,8 +55,7 @@ sanitize: $(VENV)/.installed-dev
 	KVCACHE_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -O1 -g -DKVCACHE_EMULATE_AMX" \
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 OPENBLAS_NUM_THREADS=1 \
-	$(bin)/python -m pytest --config-file=pyproject.toml -q tests/test_kernels_cpu.py tests/contracts/test_kernels.py tests/test_fused.py \
-	  tests/test_linears.py
+	$(pytest) -q tests/test_kernels_cpu.py tests/contracts/test_kernels.py tests/test_fused.py tests/test_linears.py
 
 format: $(VENV)/.installed-dev
 	$(bin)/ruff check --fix

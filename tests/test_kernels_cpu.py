@@ -559,6 +559,16 @@ def test_a_build_is_found_again() -> None:
     assert (again.path, again.isa, again.seconds) == (first.path, first.isa, 0.0)
 
 
+def test_the_same_build_in_another_file_is_not_loaded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyTorch would abort. It happened to the second of two processes that had compiled at once."""
+    first = cpu_build.build()
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
+    for copied in (False, True):
+        if copied:
+            shutil.copytree(first.path.parent, tmp_path / "kernels" / first.path.parent.name)
+        assert cpu_build.build() == first._replace(seconds=0.0)
+
+
 def test_unknown_isa_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCACHE_ISA", "sse9")
     with pytest.raises(ValueError, match="'sse9'; expected one of avx512, avx2, scalar"):

@@ -323,7 +323,7 @@ def test_put_of_the_wrong_number_of_rows(contender: Contender) -> None:
     cache.put(keys, values)
 
 
-@pytest.mark.parametrize("wrong", ["text", object()], ids=str)
+@pytest.mark.parametrize("wrong", ["text", object()], ids=["text", "object"])
 def test_put_of_no_array(contender: Contender, wrong: object) -> None:
     cache = contender.made()
     cache.start_forward(contender.batch([0, 1], [0, 0]))

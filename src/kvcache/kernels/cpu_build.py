@@ -72,6 +72,9 @@ class Built(NamedTuple):
 
 
 _loaded: list[Any] = []  # one at most: torch.ops namespace, or why there is none (str)
+# Namespaces whose operators this process has, and where they lie. PyTorch aborts when another file brings them again:
+# one from another KVCACHE_HOME, or the first one's where two processes compiled at once and this one was second.
+_registered: dict[str, Path] = {}
 
 
 def build(*, isa: str | None = None, verbose: bool = False) -> Built:
@@ -85,14 +88,16 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     if name == "avx512" and not torch.cpu._is_avx512_supported():
         raise NotSupported("KVCACHE_ISA is 'avx512' and this CPU has no AVX-512; unset it, or name avx2 or scalar")
     folder = _folder(name)
-    path = folder / f"{_namespace(folder)}.so"
+    namespace = _namespace(folder)
+    path = _registered.get(namespace, folder / f"{namespace}.so")
     started = time.perf_counter()
-    exists = path.exists()
-    if exists:
-        torch.ops.load_library(str(path))  # OSError: remove the file, and it is built again
-    else:
+    exists = namespace in _registered or path.exists()
+    if not exists:
         _compile(name, path, verbose)
-    library = getattr(torch.ops, _namespace(folder))
+    elif namespace not in _registered:
+        torch.ops.load_library(str(path))  # OSError: remove the file, and it is built again
+    _registered[namespace] = path
+    library = getattr(torch.ops, namespace)
     found = library.isa()
     if name == "avx512" and not found.startswith("avx512"):
         raise NotSupported(f"KVCACHE_ISA is 'avx512' and what was compiled is {found}; look at KVCACHE_CFLAGS and CXX")
