@@ -201,17 +201,17 @@ def naive(
     softcap: float | None = None,
     sinks: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """Attention [T,Hq,Dv] over all slots of the pool at once: heads repeated, one table of scores [Hq,T,slots]."""
-    group = queries.shape[1] // keys.shape[1]
-    k, v = (
-        np.repeat(a.transpose(1, 0, 2, 3).reshape(a.shape[1], -1, a.shape[3]), group, axis=0) for a in (keys, values)
-    )
-    scores = np.matmul(queries.transpose(1, 0, 2), k.transpose(0, 2, 1)) * scale
+    """Attention [T,Hq,Dv] over all slots of the pool at once: one table of scores, [H, heads to each, T, slots]."""
+    T, Hq, D = queries.shape
+    H = keys.shape[1]
+    q = queries.transpose(1, 0, 2).reshape(H, Hq // H, T, D)
+    k, v = (a.transpose(1, 0, 2, 3).reshape(H, 1, -1, a.shape[3]) for a in (keys, values))
+    scores = np.matmul(q, k.swapaxes(2, 3)) * scale
     if softcap is not None:
         scores = np.tanh(scores / softcap) * softcap
     weights = np.exp(scores) * visible  # scores of these tests are small: no maximum to subtract
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + np.exp(sinks)[:, None, None]
+        total = total + np.exp(sinks).reshape(H, -1, 1, 1)
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    return np.matmul(weights, v).transpose(1, 0, 2)
+    return np.matmul(weights, v).reshape(Hq, T, -1).transpose(1, 0, 2)
