@@ -16,7 +16,8 @@ BENCH ?= all
 NOTE ?=
 
 bin := $(VENV)/bin
-pip := $(bin)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Bytecode is made of what is imported, when it is: made of everything, it took half of the time of an installation.
+pip := $(bin)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 # Two processes, for two cores; a file stays in one, with what its tests share, and files come in their order, in which the
 # long ones are not last. A process that dies is not replaced: pytest would wait for ever for its tests.
 pytest := $(bin)/python -m pytest --config-file=pyproject.toml -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
