@@ -16,7 +16,7 @@ BENCH ?= all
 NOTE ?=
 
 bin := $(VENV)/bin
-# Bytecode is made of what is imported, when it is: made of everything, it took half of the time of an installation.
+# Bytecode is made of what is imported, when it is. Made of everything it took 42 of 93 seconds, and saved 10 of the first import.
 pip := $(bin)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 # Two processes, for two cores; a file stays in one, with what its tests share, and files come in their order, in which the
 # long ones are not last. A process that dies is not replaced: pytest would wait for ever for its tests.

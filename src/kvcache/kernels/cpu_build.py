@@ -89,14 +89,16 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
         raise NotSupported("KVCACHE_ISA is 'avx512' and this CPU has no AVX-512; unset it, or name avx2 or scalar")
     folder = _folder(name)
     namespace = _namespace(folder)
-    path = _registered.get(namespace, folder / f"{namespace}.so")
-    started = time.perf_counter()
-    exists = namespace in _registered or path.exists()
-    if not exists:
-        _compile(name, path, verbose)
-    elif namespace not in _registered:
-        torch.ops.load_library(str(path))  # OSError: remove the file, and it is built again
-    _registered[namespace] = path
+    seconds = 0.0
+    if namespace not in _registered:
+        path = folder / f"{namespace}.so"
+        if path.exists():
+            torch.ops.load_library(str(path))  # OSError: remove the file, and it is built again
+        else:
+            started = time.perf_counter()
+            _compile(name, path, verbose)
+            seconds = time.perf_counter() - started
+        _registered[namespace] = path
     library = getattr(torch.ops, namespace)
     found = library.isa()
     if name == "avx512" and not found.startswith("avx512"):
@@ -106,8 +108,8 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     if library.uses_amx():
         found += "+amx"
     _loaded[:] = [library]
-    _log.info("CPU kernel: %s, %s", found, path)
-    return Built(path, found, 0.0 if exists else time.perf_counter() - started)
+    _log.info("CPU kernel: %s, %s", found, _registered[namespace])
+    return Built(_registered[namespace], found, seconds)
 
 
 def isa_name(isa: str | None = None) -> str:
