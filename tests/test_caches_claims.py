@@ -104,6 +104,25 @@ def test_elements_must_be_floating() -> None:
     refused(cache, lambda: cache.put(np.array([[["a"] * D] * H]), numbers(1, H, DV)), TypeError, ValueError)
 
 
+@pytest.mark.parametrize("keys", [None, 5, 5.0, "keys"])
+def test_what_is_appended_is_named_when_it_is_no_array(keys: Any) -> None:
+    cache = made()
+    forward(cache, [0])
+    error = refused(cache, lambda: cache.sequence(0).append(0, keys, keys), TypeError, ValueError)
+    assert "keys" in str(error) and "expected" in str(error)
+
+
+def test_a_reserve_beside_appended_tokens() -> None:
+    cache = made()
+    forward(cache, [0])
+    view = cache.sequence(0)
+    view.append(0, numbers(2, H, D), numbers(2, H, DV))
+    cache.start_forward(Batch([0], [0]), reserve=True)
+    view.commit(2)
+    assert view.seq_len == 3
+    cache.check()
+
+
 def test_appends_that_are_refused() -> None:
     cache = made()
     forward(cache, [0, 1])

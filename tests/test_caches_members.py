@@ -452,6 +452,26 @@ def test_media_that_were_announced_and_not_put_are_missing() -> None:
     assert not cache.encoder_cached(3)
 
 
+def test_media_that_only_some_layers_have_are_missing() -> None:
+    """A model that died between two layers: the later one would not see the dog, and say nothing."""
+    cache = encoder()
+    show(cache, 0, 3, "cat", 0, 2)
+    assert cache.encoder_cached(3)  # no other layer is known of
+    cache.set_layer(4)
+    cache.put(*image(0, 2))
+    assert cache.encoder_cached(3)
+    cache.set_layer(0)
+    show(cache, 1, 3, "dog", 10, 3)
+    assert not cache.encoder_cached(3)
+    assert [cache.can_resume(3, p) for p in range(3)] == [True, True, False]
+    assert cache.resume_point(3, 2) == 1
+    cache.publish(3)
+    assert "cat" in cache.published and "dog" not in cache.published
+    cache.set_layer(4)
+    cache.put(*image(10, 3))
+    assert cache.encoder_cached(3) and cache.can_resume(3, 2)
+
+
 def test_media_are_shared_by_reference() -> None:
     cache = encoder()
     show(cache, 0, 3, "cat", 0, 4)
@@ -481,6 +501,23 @@ def test_cross_attention(rng: np.random.Generator) -> None:
     queries = rng.standard_normal((3, 4, 4)).astype(np.float32)
     expected = attention(queries, [image(10, 2), image(0, 4), image(10, 2)], 0.5)
     np.testing.assert_allclose(cache.attend(queries, scale=0.5), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("make", [CausalCache, EncoderCache])
+def test_sinks_are_taken_as_queries_are(make: Callable[[], Any], backend: str, rng: np.random.Generator) -> None:
+    cache = make()
+    cache.init(backend, "f32", **SIZES)
+    cache.set_layer(0)
+    cache.start_forward(Batch([0], [0], [Media(0, "cat", 1)]))
+    cache.put(*image(0, 1))
+    queries, sinks = rng.standard_normal((1, 4, 4)).astype(np.float32), np.linspace(-1, 2, 4, dtype=np.float32)
+    own = to_numpy(cache.attend(to_backend(backend, queries), sinks=to_backend(backend, sinks)))
+    for foreign in (sinks, sinks.tolist()):
+        np.testing.assert_array_equal(to_numpy(cache.attend(queries.tolist(), sinks=foreign)), own)
+    for wrong in ("sinks", 1.0, [True] * 4, sinks[:3]):
+        with pytest.raises((TypeError, ValueError), match=r"sinks .*expected"):
+            cache.attend(queries, sinks=wrong)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2])

@@ -345,13 +345,14 @@ def test_reserve_changes_nothing(contender: Contender) -> None:
     cache = contender.made()
     contender.forward(cache, [0, 1, 2], 0)
     before = picture(cache)[:9]  # all but the history, which becomes the reserved pass's
-    batch = contender.batch([0, 1, 2, 3], [1] * 4)
-    cache.start_forward(batch, reserve=True)
-    for layer in contender.layers:
-        cache.set_layer(layer)
-        cache.put(*contender.rows(batch))
-        cache.get()
-    assert picture(cache)[:9] == before
+    for sequence in (1, 0):  # which tokens the sequence has does not matter: nothing is stored
+        batch = contender.batch([0, 1, 2, 3], [sequence] * 4)
+        cache.start_forward(batch, reserve=True)
+        for layer in contender.layers:
+            cache.set_layer(layer)
+            cache.put(*contender.rows(batch))
+            cache.get()
+        assert picture(cache)[:9] == before
     cache.check()
     contender.forward(cache, [3], 0)
     assert cache.sequence(0).seq_len == 4 and cache.sequence(1).seq_len == 0

@@ -82,6 +82,7 @@ class Cache(ABC):
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         """Find places for the tokens of `batch`, forgetting what spans have outgrown. `CacheFull` changes nothing.
 
+        They count as stored from now on: if the model fails before its puts, `remove` them.
         With `reserve`, `get` answers with the largest shapes that can occur, and nothing is changed or stored.
         """
 

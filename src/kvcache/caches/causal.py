@@ -96,6 +96,8 @@ class CausalCache(Cache):
     ) -> Array:
         forward, layer = self._readable()
         queries = self._storage.backend.asarray(queries, layer, "queries")
+        if sinks is not None:
+            sinks = self._storage.backend.asarray(sinks, layer, "sinks")
         shape, (num_heads, head_dim, value_dim) = tuple(queries.shape), forward.written[layer]
         if (
             len(shape) != 3
@@ -191,10 +193,10 @@ class CausalCache(Cache):
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
         self._lifecycle.limits.check_batch(batch)
         rows = group_rows(batch)
-        for sequence in rows:
-            self._check_committed(sequence)
         if reserve:
             return lambda: self._start(self._reserved(batch, rows))
+        for sequence in rows:
+            self._check_committed(sequence)
         tables = self._tables
         if len(rows) == len(batch):  # decode: one token each
             plan = tables.plan({sequence: (batch.positions[row],) for sequence, (row,) in rows.items()})

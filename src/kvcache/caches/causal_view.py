@@ -48,7 +48,8 @@ class CausalSequenceView(SequenceView):
     def append(self, layer: int, keys: Array, values: Array) -> Appended:
         storage, tables = self._cache.storage, self._cache.tables
         integer(layer, "layer")
-        num_tokens = len(keys)
+        keys = storage.backend.asarray(keys, layer, "keys")
+        num_tokens = len(keys) if len(keys.shape) else 1  # a number is refused with its shape
         if not num_tokens:
             raise ValueError("append got no tokens; expected keys and values of at least one")
         keys, values = storage.accept(layer, keys, values, num_tokens)

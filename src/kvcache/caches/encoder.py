@@ -77,6 +77,7 @@ class EncoderCache(Cache):
         self._layer: int | None = None
         self._pass: _Pass | None = None
         self._sequences: dict[int, _Sequence] = {}
+        self._layers: set[int] = set()  # in which anything was ever put
         self._published: PublishedMedia = Published()
         self._backend: Backend
         self._formats: tuple[Format, Format]
@@ -91,7 +92,7 @@ class EncoderCache(Cache):
         """Whether the sequence has media and all of them are filled: the encoder need not run for it."""
         self._lifecycle.limits  # noqa: B018  raises when closed
         known = self._sequences.get(sequence)
-        return known is not None and bool(known.entries) and all(entry.layers for entry in known.entries)
+        return known is not None and bool(known.entries) and all(map(self._is_filled, known.entries))
 
     def put(self, keys: Array, values: Array) -> None:
         """Fill the media of this batch: one with rows of any shape, several with their rows one after the other."""
@@ -107,6 +108,7 @@ class EncoderCache(Cache):
         ]
         for (_, entry), stored in zip(current.filling, encoded, strict=True):
             entry.layers[layer] = stored
+        self._layers.add(layer)
 
     def get(self) -> History:
         """See `Cache.get`: for a batch of one sequence as stored and without a mask, so columns are not padded then."""
@@ -141,6 +143,8 @@ class EncoderCache(Cache):
         found = self._visible(current, layer)
         pairs = [pair for pairs in found.values() for pair in pairs]
         queries = self._backend.asarray(queries, layer, "queries")
+        if sinks is not None:
+            sinks = self._backend.asarray(sinks, layer, "sinks")
         shapes = [(tuple(keys.array.shape), tuple(values.array.shape)) for keys, values in pairs]
         if not pairs or any(len(k) != 3 or len(v) != 3 or k[:2] != v[:2] for k, v in shapes):
             raise ValueError(
@@ -199,6 +203,7 @@ class EncoderCache(Cache):
         self._lifecycle.is_closed = True
         self._pass = None
         self._sequences.clear()
+        self._layers.clear()
         self._published.clear()
 
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
@@ -252,7 +257,7 @@ class EncoderCache(Cache):
         known = self._sequences.get(sequence)
         if known is None or position > known.end:
             return False
-        return all(entry.layers for entry in known.entries if entry.position < position)
+        return all(self._is_filled(entry) for entry in known.entries if entry.position < position)
 
     def resume_point(self, sequence: int, position: int) -> int:
         self._lifecycle.limits  # noqa: B018  raises when closed
@@ -260,7 +265,7 @@ class EncoderCache(Cache):
         known = self._sequences.get(sequence)
         if known is None:
             return 0
-        missing = [entry.position for entry in known.entries if not entry.layers]
+        missing = [entry.position for entry in known.entries if not self._is_filled(entry)]
         return min([position, known.end, *missing])
 
     def stopping_point(self, sequence: int, position: int) -> int:
@@ -330,7 +335,7 @@ class EncoderCache(Cache):
         self._lifecycle.limits  # noqa: B018  raises when closed
         known = self._sequences.get(sequence)
         for entry in known.entries if known else ():
-            if entry.layers and entry.key not in self._published:
+            if self._is_filled(entry) and entry.key not in self._published:
                 arrays = [stored.array for pair in entry.layers.values() for stored in pair]
                 num_bytes = sum(self._backend.num_bytes(array) for array in arrays)
                 self._published.add(entry.key, entry.layers, num_bytes, priority)
@@ -378,6 +383,10 @@ class EncoderCache(Cache):
         if self._layer is None:
             raise ValueError("no layer is active; call set_layer first")
         return self._pass, self._layer
+
+    def _is_filled(self, entry: _Entry) -> bool:
+        """Whether no layer lacks the medium: where a model died on its way, later layers would not see it."""
+        return bool(entry.layers) and entry.layers.keys() >= self._layers
 
     def _stored(self, rows: Array, form: Format) -> Stored:
         encoded = form.encode(rows)

@@ -176,13 +176,13 @@ class RecurrentCache(Cache):
         for sequence, own in rows.items():
             known = self._sequences.get(sequence, _Sequence())
             begin = min(batch.positions[row] for row in own)
-            if known.live is None or begin < known.end:
+            if not reserve and (known.live is None or begin < known.end):
                 raise ValueError(
                     f"sequence {sequence} continues at {begin} and its state stands "
                     f"{'nowhere' if known.live is None else f'at {known.end}'}; remove to a position where can_resume "
                     f"holds first"
                 )
-            before.append(dict(known.live))
+            before.append(dict(known.live or {}))
         current = _Pass(batch, tuple(rows), tuple(before), reserve)
 
         def effect() -> None:
