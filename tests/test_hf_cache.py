@@ -124,6 +124,18 @@ def test_reuse_says_why_no_more() -> None:
     assert f"token 4 is {changed[0, 4]}, and {prompt[0, 4]} in the cache" in match.reason
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_short_prompt_again_without_reuse_says_what_is_missing(name: str) -> None:
+    """transformers cuts what is cached off a prompt, and twice its length leaves nothing."""
+    model, prompt = build(FAMILIES[name]), ids(1, 5)
+    cache = cache_for(model, capacity=64)
+    expected = generate(model, prompt, cache)
+    with pytest.raises(ValueError, match=r"no token beyond .*cache\.reuse"):
+        generate(model, prompt, cache)
+    cache.reuse(prompt)
+    torch.testing.assert_close(generate(model, prompt, cache), expected)
+
+
 def test_reuse_computes_only_new_tokens() -> None:
     """The forward after `reuse` brings the tokens that are not kept, and no others."""
     model = FAMILIES["llama"].build()

@@ -115,6 +115,11 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             kwargs[mask_name] = mask[:, skipped:]
         changed, tokens = (args, kwargs), tokens[:, skipped:]
         shaped = tokens
+    if not shaped.shape[1]:
+        raise ValueError(
+            "the prompt has no token beyond those that the cache holds; expected all of them and at least one more: "
+            "call cache.reuse(input_ids) before generate(), which keeps what agrees"
+        )
     announcement = Announcement(None, shaped.shape[0], shaped.shape[1], mask)
     if tokens is not None and _identified(cache, announcement, kwargs, is_encoder_decoder):
         announcement = announcement._replace(tokens=tokens.detach().to("cpu", torch.int64))
