@@ -6,7 +6,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 
 from engines import fallback_tokenizer
 from families import FAMILIES
+from kvcache import formats, kernels
 from kvcache.cli import main
 from kvcache.cli.app import app
 from kvcache.cli.conversation import Conversation
@@ -176,6 +179,14 @@ def test_a_prompt_that_does_not_fit_is_not_printed(folder: Path) -> None:
     assert done.stdout == ""
 
 
+def test_an_answer_that_fills_the_capacity_says_so(folder: Path) -> None:
+    arguments = ["run", str(folder), "--prompt", "hello", "--capacity", "16"]
+    done = CliRunner().invoke(app, [*arguments, "--max-tokens", "12"], catch_exceptions=False)
+    assert done.stderr.rstrip().endswith("] the capacity of 16 tokens is full")
+    done = CliRunner().invoke(app, [*arguments, "--max-tokens", "11"], catch_exceptions=False)
+    assert "full" not in done.stderr
+
+
 def test_the_version_is_the_packages() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert (done.exit_code, done.stdout) == (0, f"kvcache {version('kvcache')}\n")
@@ -209,11 +220,28 @@ def test_conversation_in_the_terminal(folder: Path, monkeypatch: pytest.MonkeyPa
     assert "'x' is no branch; expected one of main, b" in done.stderr
 
 
+def test_ctrl_c_at_the_prompt_says_how_to_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str | type[BaseException]] = [KeyboardInterrupt, "hi", KeyboardInterrupt, EOFError]
+
+    def read(prompt: str) -> str:
+        if isinstance(line := given.pop(0), str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read)
+    arguments = ["run", str(folder), "--max-tokens", "4", "--capacity", "100"]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert done.stderr.count("/quit or Ctrl-D leaves") == 2
+    assert "2 computed" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "demo", "--kernel", "warp"], "kernel is 'warp'; expected one of"),
         (["run", "./no/such/folder"], "no/such/folder"),
+        (["run", "demo", "--device", "cuda:99"], "device is 'cuda:99'; expected a device that"),
+        (["serve", "no/such/file.gguf"], "file.gguf does not exist"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -228,10 +256,22 @@ def test_mistakes_are_one_line(
     assert message in capsys.readouterr().err
 
 
-def test_unknown_format_is_refused_with_the_known_ones() -> None:
-    done = CliRunner().invoke(app, ["run", "demo", "--kv-dtype", "q3"])
+@pytest.mark.parametrize(
+    ("arguments", "known"), [(["--kv-dtype", "q3"], formats.FORMATS), (["--kernel", "warp"], kernels.KERNELS)]
+)
+def test_unknown_names_are_refused_with_the_known_ones(arguments: list[str], known: Sequence[str]) -> None:
+    done = CliRunner().invoke(app, ["run", "demo", *arguments])
     assert done.exit_code == 2
-    assert "q8_0" in done.stderr
+    assert re.findall("'(.*?)'", done.stderr.partition("is not one of")[2]) == list(known)
+
+
+def test_a_path_that_leads_nowhere_is_told_before_pytorch_is_imported() -> None:
+    code = "import sys; from kvcache.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "run", "./nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvcache: ")
+    assert "nothing does not exist" in done.stderr
 
 
 def test_bench_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,6 +110,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         monkeypatch.setattr(triton_kernel, "_device_code", lambda: library)
 
     def taped(call: Call) -> Call:
+        call()  # loads what is launched
         tape = Tape(triton_kernel._device_code())
         with monkeypatch.context() as patch, tape:
             patch.setattr(triton_kernel, "_device_code", lambda: tape.library)
@@ -202,10 +205,20 @@ def test_a_model_that_waits_for_the_device_runs_as_before(made: list[Call], capl
     assert "and more" not in caplog.text  # one line is enough
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["allocator", "cuda", "cublas"],
+)
 def test_a_size_without_memory_runs_as_before_and_others_are_captured(
-    made: list[Call], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failure: RuntimeError, made: list[Call], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    capture, failures = graphs.CAPTURES[DEVICE](torch.device(DEVICE)), [torch.OutOfMemoryError("CUDA out of memory")]
+    capture = graphs.CAPTURES[DEVICE](torch.device(DEVICE))
+    failures = [failure]
 
     def short_of_memory(call: Call) -> Call:
         if failures:
@@ -287,6 +300,7 @@ def test_why_a_capture_failed_is_told_and_its_stream_is_left(monkeypatch: pytest
     fakes = {"CUDAGraph": Graph, "Stream": str, "stream": stream, "graph_pool_handle": tuple}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(graphs, "_rehearse", lambda _: None)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
@@ -300,6 +314,30 @@ def test_why_a_capture_failed_is_told_and_its_stream_is_left(monkeypatch: pytest
     assert streams == ["own"]
     with pytest.raises(RuntimeError, match="due to a previous error"):
         graphs._CudaCapture(torch.device("cuda:1"))(lambda: None)
+
+
+def test_a_call_that_waits_is_refused_before_its_capture_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch warns on the thread that waits; what other threads do meanwhile, and other warnings, do not count."""
+    modes: list[int | str] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    calls: list[str] = []
+
+    def wait() -> None:
+        calls.append("waits")
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=1)
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        assert modes[-1] == "warn"
+
+    with pytest.warns(UserWarning, match="another"):
+        graphs._rehearse(lambda: (elsewhere(), warnings.warn("another", UserWarning, stacklevel=1)))
+    with pytest.raises(RuntimeError, match=r"the model waits for the device, at .*test_graphs\.py:\d+"):
+        graphs._CudaCapture.__call__(object.__new__(graphs._CudaCapture), wait)
+    assert calls == ["waits"] * 2 and modes == [0, "warn", 0, "warn", 0]
 
 
 def test_other_kernels_are_left_alone(made: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:

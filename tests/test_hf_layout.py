@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from families import FAMILIES, WINDOW, one_thread
 from kvcache import CausalCache, Chunked, Full, HybridCache, NotSupported, RecurrentCache, Sliding
 from kvcache.hf import layout_of
-from kvcache.hf.layout import Layer
+from kvcache.hf.layout import Layer, backend_of
 
 FULL, SLIDING, CHUNKED = Layer(Full()), Layer(Sliding(WINDOW)), Layer(Chunked(WINDOW))
 STATES, BOTH, SHARED, CROSS = Layer(num_states=1), Layer(Full(), 1), Layer(), Layer(is_cross=True)
@@ -99,6 +99,19 @@ def test_the_shift_is_the_models_own_rotation(name: str) -> None:
             shifted = layout.shift(index, one, np.full(len(one), distance, np.int32))
             torch.testing.assert_close(shifted, other, atol=2e-5, rtol=2e-5)
         assert torch.equal(layout.shift(index, before, np.zeros(len(before), np.int32)), before)
+
+
+def test_each_layer_is_cached_where_it_computes() -> None:
+    """accelerate's map names GPUs by number; what waits on the host or on a disk computes on the first GPU."""
+    model = FAMILIES["llama"].build()
+    assert {backend_of(model).device(layer).name for layer in range(3)} == {"cpu"}
+    model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    assert {backend_of(model).device(layer).name for layer in range(3)} == {"cpu"}
+    model.hf_device_map |= {"model.layers.2": "meta", "lm_head": "meta"}
+    assert {backend_of(model).device(layer).name for layer in range(3)} == {"meta"}
+    model.hf_device_map["model.layers.0"] = 99
+    with pytest.raises(ValueError, match=r"layer_devices\[0\] is 'cuda:99'; expected a device that"):
+        backend_of(model)
 
 
 def test_models_that_move_keys_in_another_way_are_refused() -> None:

@@ -513,6 +513,14 @@ def test_a_model_object() -> None:
     assert (loaded.name, loaded.source, loaded.tokenizer) == ("Qwen3ForCausalLM", "a model object", None)
     with pytest.raises(TypeError, match="model is a Linear"):
         load(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="device is 'cuda', and the model object given is on cpu; move it"):
+        load(model, device="cuda")
+
+
+def test_a_named_model_is_loaded_to_its_device(folder: Path) -> None:
+    assert load(folder, device="meta").model.device == torch.device("meta")
+    with pytest.raises(ValueError, match="device is 'nowhere'; expected a device that this PyTorch can use"):
+        load(folder, device="nowhere")
 
 
 # --- fingerprints -----------------------------------------------------------------------------------------------------

@@ -542,9 +542,13 @@ def test_extreme_numbers_end_nothing_but_their_own_request(served: Served, field
 
 
 def test_unknown_paths_methods_and_models(served: Served) -> None:
-    assert served.client.get("/v1/nope").json()["error"]["code"] == "not_found"
-    assert served.client.get("/api/nope").json() == {"error": "Not Found"}
-    assert served.client.get("/v1/completions").status_code == 405
+    unknown = served.client.post("/v1/embeddings", json={}).json()["error"]
+    assert unknown["code"] == "not_found"
+    assert unknown["message"].startswith("there is no endpoint POST /v1/embeddings; GET /openapi.json lists")
+    assert "no endpoint GET /api/nope" in served.client.get("/api/nope").json()["error"]
+    wrong = served.client.get("/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    assert wrong.json()["error"]["message"].endswith("no endpoint GET /v1/completions; this path takes POST")
     assert served.client.delete("/api/chat").status_code == 405
     assert served.client.post("/v1/completions", json={"model": "gpt", "prompt": "x"}).status_code == 404
     assert "not found" in served.client.post("/api/chat", json={"model": "gpt", "messages": []}).json()["error"]

@@ -19,6 +19,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Dtype = Literal["f32", "f16", "bf16", "fp8_e4m3", "q8_0", "q4_0"]
+Kernel = Literal["triton", "cpu", "sdpa", "reference"]
+
+
+def _located(model: str) -> str:
+    """`model` as it is given. A path that leads nowhere is told before PyTorch is imported, which takes seconds."""
+    from kvcache.hf.model_files import locate
+
+    locate(model)
+    return model
+
+
+Model = Annotated[str, typer.Argument(callback=_located, help='"demo", a hub id, a folder, or a .gguf file.')]
+Device = Annotated[str, typer.Option(help='Where the model computes, as "cuda".')]
 
 
 def _tell_version(is_asked: bool) -> None:
@@ -42,25 +55,34 @@ def kvcache(
 
 @app.command()
 def run(
-    model: Annotated[str, typer.Argument(help='"demo", a hub id, a folder, or a .gguf file.')],
+    model: Model,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Complete this and stop; give it again for more prompts on the same cache.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most, each turn.")] = 128,
     kv_dtype: Annotated[Dtype | None, typer.Option(help="Format of keys and values [default: the model's]")] = None,
     capacity: Annotated[int, typer.Option(min=16, help="Tokens that a conversation may hold.")] = 8192,
-    kernel: Annotated[str | None, typer.Option(help="Attention kernel [default: the fastest present]")] = None,
+    kernel: Annotated[Kernel | None, typer.Option(help="Attention kernel [default: the fastest present]")] = None,
+    device: Device = "cpu",
 ) -> None:
     """Complete prompts, or talk to a model in the terminal."""
     with needing("cli,demo", "kvcache run"):
         from kvcache.cli.run import run as start
 
-    start(model, prompts=prompt or [], max_tokens=max_tokens, kv_dtype=kv_dtype, capacity=capacity, kernel=kernel)
+    start(
+        model,
+        prompts=prompt or [],
+        max_tokens=max_tokens,
+        kv_dtype=kv_dtype,
+        capacity=capacity,
+        kernel=kernel,
+        device=device,
+    )
 
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help='"demo", a hub id, a folder, or a .gguf file.')],
+    model: Model,
     host: Annotated[str, typer.Option(help="Where to listen; others than this machine need --api-key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     api_key: Annotated[
@@ -72,6 +94,7 @@ def serve(
         str | None, typer.Option(help='For keys and values, as "4GiB" [default: a quarter of what is free]')
     ] = None,
     dtype: Annotated[Literal["auto", "f32", "f16", "bf16"], typer.Option(help="Type of the weights.")] = "bf16",
+    device: Device = "cpu",
     kv_dtype: Annotated[Dtype | None, typer.Option(help="Format of keys and values [default: the model's]")] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block [default: the engine's]")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Completions that run at a time.")] = 16,
@@ -107,6 +130,7 @@ def serve(
         name=name,
         kv_bytes=kv_bytes,
         dtype=dtype,
+        device=device,
         kv_dtype=kv_dtype,
         block_size=block_size,
         max_sequences=max_sequences,

@@ -203,6 +203,9 @@ class Conversation:
                 yield piece
             if turn.num_generated < room:
                 token = self._prefill(branch, [token])
+        if turn.num_generated == room < max_tokens:
+            full = f"the capacity of {self._capacity} tokens is full"
+            turn.note = f"{turn.note}; {full}" if turn.note else full
 
     def _prefill(self, branch: Branch, tokens: Sequence[int]) -> int:
         """Compute tokens at the end of the branch; the most likely token after them."""

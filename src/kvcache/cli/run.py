@@ -17,7 +17,6 @@ from kvcache.errors import KVCacheError
 from kvcache.hf.loading import Loaded, load
 from kvcache.hf.runner import Runner
 from kvcache.hf.trial import tried_layout
-from kvcache.kernels import KERNELS
 from kvcache.spans import Sliding
 
 __all__ = ["run"]
@@ -34,14 +33,19 @@ HELP = """/help          this
 
 
 def run(
-    model: str, *, prompts: list[str], max_tokens: int, kv_dtype: str | None, capacity: int, kernel: str | None
+    model: str,
+    *,
+    prompts: list[str],
+    max_tokens: int,
+    kv_dtype: str | None,
+    capacity: int,
+    kernel: str | None,
+    device: str,
 ) -> None:
     """Complete each of `prompts` in turn on one cache and stop; without any, talk until end of input."""
     if kernel is not None:
-        if kernel not in KERNELS:
-            raise ValueError(f"kernel is {kernel!r}; expected one of {', '.join(KERNELS)}")
         os.environ["KVCACHE_KERNEL"] = kernel
-    loaded = load(model)
+    loaded = load(model, device=device)
     with _runner(loaded, kv_dtype, capacity, max_tokens) as runner:
         conversation = Conversation(loaded, runner, capacity)
         runner.warm()  # the time to the first token is the model's, not a compiler's
@@ -83,7 +87,11 @@ def _talk(conversation: Conversation, max_tokens: int, console: Console) -> None
     while True:
         try:
             line = input(f"{conversation.name}> ")
-        except (EOFError, KeyboardInterrupt):
+        except KeyboardInterrupt:
+            sys.stdout.write("\n")
+            console.print("/quit or Ctrl-D leaves", style="dim")
+            continue
+        except EOFError:
             sys.stdout.write("\n")
             return
         if line.strip() == "/quit":

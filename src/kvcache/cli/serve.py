@@ -18,6 +18,7 @@ def serve(
     name: str | None,
     kv_bytes: str | None,
     dtype: str,
+    device: str,
     kv_dtype: str | None,
     block_size: int | None,
     max_sequences: int,
@@ -34,6 +35,7 @@ def serve(
             model,
             kv_bytes=kv_bytes,
             dtype=dtype,
+            device=device,
             kv_dtype=kv_dtype,
             block_size=block_size,
             max_sequences=max_sequences,
@@ -47,7 +49,7 @@ def serve(
         sys.stdout.write(
             f"kvcache serves {name or engine.model_name} at {server.url} (OpenAI /v1, Ollama /api, /metrics, /health); "
             f"{max_sequences} sequences at a time, of {engine.capacity or 'any number of'} tokens at most; {chats}"
-            f"ready after {time.perf_counter() - began:.1f} s; Ctrl-C stops\n"
+            f"loaded in {time.perf_counter() - began:.1f} s; Ctrl-C stops\n"
         )
         if settings.api_key is None and not settings.is_loopback:
             sys.stdout.write(f"anybody who reaches {settings.host} may use it: --insecure was given and no --api-key\n")

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from kvcache import backends
+from transformers import PreTrainedModel
+
+from kvcache.backends import Backend
 from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
 from kvcache.engine import memory
 from kvcache.engine.core import Core
 from kvcache.engine.drafts import Drafter, DraftModel, Lookup
 from kvcache.engine.prefixes import Prefixes, namespace_of
 from kvcache.errors import NotSupported
-from kvcache.hf.layout import Layout, dtype_name
+from kvcache.hf.layout import Layout, backend_of, dtype_name
 from kvcache.hf.loading import Loaded, load
 from kvcache.hf.runner import Runner, members_of
 from kvcache.hf.trial import tried_layout
@@ -59,7 +61,7 @@ def core(loaded: Loaded, options: Options) -> Core:
     shapes = memory.divide(options.num_bytes, sizes, members, max_length=length, device=model.device, **limits)
     guesses = drafter(options.draft, dtype=options.dtype, layout=layout, model=model, max_length=length, **limits)
     cache = initialised(
-        members, shapes, formats, model.device, block_bytes=sizes.blocks, state_bytes=sizes.states, **limits
+        members, shapes, formats, backend_of(model), block_bytes=sizes.blocks, state_bytes=sizes.states, **limits
     )
     prefixes = None
     if options.prefix_cache:
@@ -91,7 +93,7 @@ def initialised(
     members: Sequence[Cache],
     shapes: Sequence[MemberShape],
     formats: str | tuple[str, str],
-    device: Any,
+    backend: Backend,
     *,
     max_sequences: int,
     max_batch: int,
@@ -99,7 +101,6 @@ def initialised(
     state_bytes: int,
 ) -> Cache:
     """The members, each with a pool of its own size, as one cache."""
-    arrays = backends.torch(str(device))
     blocks = iter(shapes)
     num_bytes = 0
     for member, size in zip(members, block_bytes, strict=True):
@@ -108,10 +109,10 @@ def initialised(
             num_tokens = shape.num_blocks * shape.block_size
             num_bytes += shape.num_blocks * size
             member.init(
-                arrays, formats, max_sequences, max(num_tokens, max_batch), max_batch, num_blocks=shape.num_blocks
+                backend, formats, max_sequences, max(num_tokens, max_batch), max_batch, num_blocks=shape.num_blocks
             )
         else:
-            member.init(arrays, formats, max_sequences, max_batch, max_batch)
+            member.init(backend, formats, max_sequences, max_batch, max_batch)
     for member in members:
         if isinstance(member, RecurrentCache):
             member.published.limit = max(num_bytes // PUBLISHED_SHARE, PUBLISHED_STATES * state_bytes)
@@ -130,7 +131,10 @@ def drafter(
     max_sequences: int,
     max_batch: int,
 ) -> Drafter | None:
-    """What guesses ahead: `None`, "lookup", or a model. Raises `NotSupported` for targets with states."""
+    """What guesses ahead: `None`, "lookup", or a model, loaded to where `model` is.
+
+    Raises `NotSupported` for targets with states.
+    """
     if draft is None:
         return None
     if layout.has_states:
@@ -138,7 +142,8 @@ def drafter(
     if isinstance(draft, str) and draft == "lookup":
         return Lookup()
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
-    smaller = load(draft, dtype=dtype, tokenizer=False).model
+    device = None if isinstance(draft, PreTrainedModel) else str(model.device)
+    smaller = load(draft, dtype=dtype, device=device, tokenizer=False).model
     capacity = max(DRAFT_TOKENS if max_length is None else min(max_length, DRAFT_TOKENS), max_batch)
     return DraftModel(
         smaller, vocabulary=vocabulary, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch

@@ -43,7 +43,8 @@ DEFAULT_BLOCK = 16
 class Engine:
     """Serves many requests with one model, computing no prefix twice. Not thread-safe.
 
-    model: "demo", a hub id, a folder, a .gguf file, or a transformers model (which keeps its own type).
+    model: "demo", a hub id, a folder, a .gguf file, or a transformers model (which keeps its own type and place).
+    device: where a named model computes, as "cuda"; None: the CPU.
     kv_bytes: for keys, values and states ("4GiB", a number); None: a quarter of what is available. kv_dtype: their
     format, or a pair; None: the model's type. max_sequences: that run at a time; max_batch_tokens: of one step
     (models that go on by single tokens, as Mamba and Jamba do, begin with up to 4096).
@@ -61,6 +62,7 @@ class Engine:
         tokenizer: Any = None,
         kv_bytes: int | str | None = None,
         dtype: str = "bf16",
+        device: str | None = None,
         kv_dtype: str | tuple[str, str] | None = None,
         block_size: int | None = None,
         max_sequences: int = 16,
@@ -70,27 +72,23 @@ class Engine:
         num_drafts: int = 4,
         compile: bool = False,
     ) -> None:
-        integer(num_drafts, "num_drafts", minimum=1)
-        size = DEFAULT_BLOCK if block_size is None else integer(block_size, "block_size", minimum=1)
-        loaded = load(model, dtype=dtype, tokenizer=tokenizer)
+        options = build.Options(
+            num_bytes=None if kv_bytes is None else memory.parse_bytes(kv_bytes),
+            formats=kv_dtype,
+            block_size=DEFAULT_BLOCK if block_size is None else integer(block_size, "block_size", minimum=1),
+            max_sequences=integer(max_sequences, "max_sequences", minimum=1),
+            max_batch=integer(max_batch_tokens, "max_batch_tokens", minimum=1),
+            prefix_cache=flag(prefix_cache, "prefix_cache"),
+            draft=draft,
+            num_drafts=integer(num_drafts, "num_drafts", minimum=1),
+            compile=flag(compile, "compile"),
+            dtype=dtype,
+        )
+        loaded = load(model, dtype=dtype, device=device, tokenizer=tokenizer)
         self.model_name = loaded.name
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.max_length = build.max_length(self.model)
-        self._core = build.core(
-            loaded,
-            build.Options(
-                num_bytes=None if kv_bytes is None else memory.parse_bytes(kv_bytes),
-                formats=kv_dtype,
-                block_size=size,
-                max_sequences=integer(max_sequences, "max_sequences", minimum=1),
-                max_batch=integer(max_batch_tokens, "max_batch_tokens", minimum=1),
-                prefix_cache=flag(prefix_cache, "prefix_cache"),
-                draft=draft,
-                num_drafts=num_drafts,
-                compile=flag(compile, "compile"),
-                dtype=dtype,
-            ),
-        )
+        self._core = build.core(loaded, options)
         self.cache, self.counts = self._core.cache, self._core.counts
         self._vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         self._names = count()

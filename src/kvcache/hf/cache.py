@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache import backends, formats
-from kvcache.backends import Backend
+from kvcache import formats
 from kvcache.hf.encoder_decoder import EncoderDecoderGenerateCache
 from kvcache.hf.generate_cache import GenerateCache
 from kvcache.hf.hooks import install
-from kvcache.hf.layout import dtype_name, layout_of
+from kvcache.hf.layout import backend_of, dtype_name, layout_of
 from kvcache.hf.pool import Pool
 from kvcache.spec import integer
 
@@ -48,21 +47,10 @@ def cache_for(
     if memory is not None:
         integer(memory, "memory", minimum=1)
     name = dtype_name(model.dtype) if dtype == "auto" else dtype
-    backend = _backend(model)
+    backend = backend_of(model)
     formats.pair(name, backend)  # unknown names raise before anything is made
     members = layout.members(size, memory=memory)
     pool = Pool(layout, members, backend, name, integer(max_sequences, "max_sequences", minimum=1), capacity)
     install(model)
     cache = GenerateCache(model, pool)
     return EncoderDecoderGenerateCache(cache, len(layout.layers)) if layout.is_encoder_decoder else cache
-
-
-def _backend(model: Any) -> Backend:
-    """PyTorch where the model is; with a device map, each layer where its weights are."""
-    placed = getattr(model, "hf_device_map", None) or {}
-    layers = {}
-    for name, device in placed.items():
-        number = name.rpartition(".")[2]
-        if number.isdigit():
-            layers[int(number)] = f"cuda:{device}" if isinstance(device, int) else str(device)
-    return backends.torch(str(model.device), layers)

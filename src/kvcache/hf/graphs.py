@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs: a step that the host would launch operator by operator is captured once and replayed.
 
-    1st step of 3 sequences     rows padded to 4, run as it is, again as it will be captured (what must be compiled
+    1st step of 3 sequences     rows padded to 4, run as it is, rehearsed as it will be captured (what must be compiled
                                 and loaded is by then), and captured
     later steps of 3 or 4       tokens, positions, slots and plans are written where the graph reads them; replay
 
@@ -19,8 +19,10 @@ GPU was at hand.
 from __future__ import annotations
 
 import logging
+import threading
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TextIO, final
 
 import torch
 from torch import Tensor
@@ -51,13 +53,17 @@ _Call = Callable[[], object]
 
 @final
 class _CudaCapture:
-    """Captures calls on a GPU, and gives what replays them. Graphs share a pool of memory, and for that a stream."""
+    """Rehearses and captures calls on a GPU, and gives what replays them.
+
+    Graphs share a pool of memory, and for that a stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, call: _Call) -> _Call:
+        _rehearse(call)
         graph = torch.cuda.CUDAGraph()
         failure: Exception | None = None
         try:
@@ -77,8 +83,43 @@ class _CudaCapture:
         return graph.replay
 
 
+def _rehearse(call: _Call) -> None:
+    """Call, which loads code that was not launched before. Raises `RuntimeError` if it waits for the device.
+
+    A capture does neither, and one that fails once it has begun leaves PyTorch's allocator believing that it goes on
+    (PyTorch's #180395 and #190348, mended in 2.13). The mode is the whole process's, so it warns, and only this
+    thread's warnings count.
+    """
+    own, shown, waits = threading.get_ident(), warnings.showwarning, []
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if "called a synchronizing CUDA operation" not in str(message):
+            shown(message, category, filename, lineno, file, line)
+        elif threading.get_ident() == own:
+            waits.append(f"{filename}:{lineno}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    if waits:
+        raise RuntimeError(f"the model waits for the device, at {waits[0]}")
+
+
 CAPTURES: dict[str, Callable[[torch.device], Callable[[_Call], _Call]]] = {"cuda": _CudaCapture}
-"""By type of device: what captures calls there."""
+"""By type of device: what calls once and then captures there."""
 
 
 @final
@@ -139,7 +180,8 @@ class DecodeGraphs:
         passes = [each.attention for each in padded]
         if step.replay is None:
             logits = self._call(batch, step.tokens, step.positions)
-            return self._make(planner, step, batch, passes, logits)[: len(tokens)]
+            self._make(planner, step, batch, passes, logits)
+            return logits[: len(tokens)]
         _replan(planner, step, passes)
         step.replay()
         return self._logits[size.num_rows][: len(tokens)].clone()
@@ -169,27 +211,31 @@ class DecodeGraphs:
 
     def _make(
         self, planner: Planner, step: _Step, batch: Batch, passes: Sequence[kernels.AttentionBatch], logits: Tensor
-    ) -> Tensor:
-        """Capture the step that has just run and given `logits`, or say why not; the step's logits."""
+    ) -> None:
+        """Capture the step that has just run and given `logits`, or say why not."""
         try:
             step.rooms = [planner.rooms(each, step.size.max_slots) for each in passes]
             _replan(planner, step, passes)
-            # Once more with the rooms: a launch that was not made before would load code, which no capture may.
-            logits = self._call(batch, step.tokens, step.positions)
             if step.size.num_rows not in self._logits:
                 self._logits[step.size.num_rows] = torch.empty_like(logits)
             kept = self._logits[step.size.num_rows]
             step.replay = self._capture(lambda: kept.copy_(self._call(batch, step.tokens, step.positions)))
-        except torch.OutOfMemoryError:
-            self._too_large.add(step.size)
-            _log.warning("there is no memory to capture decode steps of %s; they run uncaptured", step.size)
         except RuntimeError as error:
-            self._refusal = str(error).splitlines()[0]
-            _log.warning("decode steps are not captured in CUDA graphs: %s", self._refusal)
+            if _is_of_memory(error):
+                self._too_large.add(step.size)
+                _log.warning("there is no memory to capture decode steps of %s; they run uncaptured", step.size)
+            else:
+                self._refusal = str(error).splitlines()[0]
+                _log.warning("decode steps are not captured in CUDA graphs: %s", self._refusal)
         else:
             step.kept = (batch, passes)
             self._steps[step.size] = step
-        return logits
+
+
+def _is_of_memory(error: RuntimeError) -> bool:
+    """PyTorch's allocator has a type for it; CUDA and cuBLAS, which allocate for themselves, only say so."""
+    says = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in says or "alloc_failed" in says
 
 
 def _replan(planner: Planner, step: _Step, passes: Sequence[kernels.AttentionBatch]) -> None:

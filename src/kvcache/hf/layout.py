@@ -27,13 +27,15 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from kvcache import backends
+from kvcache.backends import Backend
 from kvcache.caches import Cache, CausalCache, HybridCache, RecurrentCache
 from kvcache.caches.causal import Shift
 from kvcache.errors import NotSupported
 from kvcache.hf.rope import shift_of
 from kvcache.spans import Chunked, Full, Sliding, Span
 
-__all__ = ["Layer", "Layout", "decoder_of", "dtype_name", "layout_of"]
+__all__ = ["Layer", "Layout", "backend_of", "decoder_of", "dtype_name", "layout_of"]
 
 # Their scan over several tokens begins at zero; only that of a single token begins with the state.
 _ONE_BY_ONE = {"mamba", "falcon_mamba", "jamba", "zamba"}
@@ -173,6 +175,22 @@ def dtype_name(dtype: Any) -> str:
             f"the model computes in {dtype}; expected float32, float16 or bfloat16, or a dtype given by name"
         )
     return names[str(dtype)]
+
+
+def backend_of(model: PreTrainedModel) -> Backend:
+    """PyTorch where the model is; with accelerate's device map, each layer where it computes.
+
+    Layers whose weights wait in the memory of the host or on a disk compute on the first of the other devices.
+    """
+    placed = getattr(model, "hf_device_map", None) or {}
+    devices = {name: f"cuda:{device}" if isinstance(device, int) else str(device) for name, device in placed.items()}
+    computing = [device for device in devices.values() if device not in ("cpu", "disk")]
+    layers = {}
+    for name, device in devices.items():
+        number = name.rpartition(".")[2]
+        if number.isdigit():
+            layers[int(number)] = device if device in computing else next(iter(computing), "cpu")
+    return backends.torch(str(model.device), layers)
 
 
 def _refuse(model: PreTrainedModel, name: str) -> None:

@@ -25,6 +25,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from kvcache import backends
 from kvcache.errors import NotSupported
 from kvcache.hf.gguf import CorruptFile
 from kvcache.hf.model_files import ModelNotFound, demo_file, locate, similar
@@ -64,14 +65,16 @@ def load(
     model: str | os.PathLike[str] | PreTrainedModel,
     *,
     dtype: str = "auto",
+    device: str | None = None,
     tokenizer: PreTrainedTokenizerBase | Literal[False] | None = None,
     progress: bool = True,
 ) -> Loaded:
-    """Load `model` onto the CPU: `"demo"`, a `.gguf` file, a folder with `config.json`, a hub id, or a model object.
+    """Load `model`: `"demo"`, a `.gguf` file, a folder with `config.json`, a hub id, or a model object.
 
-    `dtype` is `"f32"`, `"f16"`, `"bf16"` or `"auto"` (as stored; bf16 for quantised files). A model object keeps its
-    own; it is put into eval mode and its gradients are turned off. `tokenizer` is used instead of the model's own;
-    False loads none. With `progress`, what takes longer than a second shows a bar on stderr if that is a terminal.
+    `dtype` is `"f32"`, `"f16"`, `"bf16"` or `"auto"` (as stored; bf16 for quantised files). `device` is where PyTorch
+    computes, as `"cuda"`; None is the CPU. A model object keeps its own dtype and stays where it is; it is put into
+    eval mode and its gradients are turned off. `tokenizer` is used instead of the model's own; False loads none. With
+    `progress`, what takes longer than a second shows a bar on stderr if that is a terminal.
 
     Raises `ModelNotFound` (with what was tried), `CorruptFile` (a broken or incomplete file, with the reason),
     `NotSupported` (an architecture or type that cannot be loaded, by name), and `ValueError` or `TypeError` for misuse.
@@ -85,17 +88,21 @@ def load(
             f"False for none"
         )
     if not isinstance(model, (str, os.PathLike)):
-        return _given(model, tokenizer)
+        return _given(model, device, tokenizer)
     with _collector_resting(), Progress(progress) as bar:
         source = locate(os.fspath(model))
         name = source if isinstance(source, str) else source.stem if source.suffix == ".gguf" else source.name
         if source == "demo":
             bar.step("joining and verifying the demo model")
             source = demo_file(_import_heavy)
+        if device is not None:
+            backends.torch(device)  # one that is not here is told before anything is loaded
         if isinstance(source, Path) and source.suffix == ".gguf" and source.is_file():
             made, found = _from_gguf(source, dtype, tokenizer is None, bar)
         else:
             made, found = _from_transformers(source, dtype, tokenizer is None, bar)
+        if device is not None:
+            made.to(device)  # type: ignore[arg-type]  # transformers' decorator hides what a module's `to` takes
     made.eval().requires_grad_(False)
     return Loaded(made, found if tokenizer is None else tokenizer or None, name, str(source))
 
@@ -112,11 +119,16 @@ def _collector_resting() -> Iterator[None]:
             gc.enable()
 
 
-def _given(model: Any, tokenizer: PreTrainedTokenizerBase | Literal[False] | None) -> Loaded:
+def _given(model: Any, device: str | None, tokenizer: PreTrainedTokenizerBase | Literal[False] | None) -> Loaded:
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; expected a name, a path or a transformers PreTrainedModel")
+    if device is not None:
+        raise ValueError(
+            f"device is {device!r}, and the model object given is on {model.device}; move it with its own `to`, and "
+            f"leave device out"
+        )
     model.eval().requires_grad_(False)
     return Loaded(model, tokenizer or None, model.config.name_or_path or type(model).__name__, "a model object")
 

@@ -36,11 +36,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcache import backends
 from kvcache.caches import Cache, CausalCache, EncoderCache, HybridCache, RecurrentCache
 from kvcache.errors import NotSupported
 from kvcache.hf.fused import FusedLayers
-from kvcache.hf.layout import Layout, dtype_name, layout_of
+from kvcache.hf.layout import Layout, backend_of, dtype_name, layout_of
 from kvcache.hf.linears import FastLinears
 from kvcache.hf.runner_call import ModelCall
 from kvcache.spans import Sliding, Span
@@ -119,7 +118,7 @@ class Runner:
             members = members_of(layout, block_size, memory=memory, checkpoints=checkpoints)
             cache = members[0] if len(members) == 1 else HybridCache(*members)
             name = dtype_name(model.dtype) if dtype == "auto" else dtype
-            cache.init(backends.torch(str(model.device)), name, max_sequences, capacity, max_batch)
+            cache.init(backend_of(model), name, max_sequences, capacity, max_batch)
         self.cache = cache
         self.members = _checked_members(cache, layout)
         self.layout = layout

@@ -18,7 +18,7 @@ from kvcache import wire_ollama, wire_openai
 from kvcache.errors import KVCacheError
 from kvcache.server.answers import TimeIsOver, json_response
 from kvcache.server.engine_thread import Unavailable
-from kvcache.server.errors import Trouble, error_response, trouble_of
+from kvcache.server.errors import Trouble, error_response, nowhere, trouble_of
 from kvcache.server.guard import Guard
 from kvcache.server.instruments import Instruments
 from kvcache.server.ollama import Ollama
@@ -83,7 +83,8 @@ def application(
     description = described([each.operation for each in endpoints], shared.model.name, version)
 
     async def failed(http: HttpRequest, error: Exception) -> Response:
-        return error_response(trouble_of(error), http.url.path)
+        trouble = nowhere(error, http) if isinstance(error, HTTPException) else trouble_of(error)
+        return error_response(trouble, http.url.path)
 
     pages = _Pages(shared, instruments, description)
     routes = [

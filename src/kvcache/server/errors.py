@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import final
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from kvcache import wire_ollama, wire_openai
@@ -28,7 +29,7 @@ from kvcache.server.answers import TimeIsOver, json_response
 from kvcache.server.engine_thread import Unavailable
 from kvcache.wire import Invalid
 
-__all__ = ["Trouble", "error_response", "ollama_error", "openai_error", "trouble_of"]
+__all__ = ["Trouble", "error_response", "nowhere", "ollama_error", "openai_error", "trouble_of"]
 
 
 @final
@@ -68,15 +69,22 @@ def trouble_of(error: Exception) -> Trouble:
             return Trouble(503, str(error), "server_error", code=error.code, headers=retry)
         case TimeIsOver():
             return Trouble(503, str(error), "server_error", code="timeout")
-        case HTTPException():
-            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-            headers = dict(error.headers) if error.headers else None
-            return Trouble(error.status_code, error.detail, fault, code=code, headers=headers)
         case ValueError() | TypeError() | KVCacheError():
             return Trouble(400, str(error), fault)
         case _:
             name = type(error).__name__
             return Trouble(500, f"an error that should not happen: {name}", "server_error", code="internal_error")
+
+
+def nowhere(error: HTTPException, http: HttpRequest) -> Trouble:
+    """What the router says of a request that no endpoint takes."""
+    asked, headers = f"{http.method} {http.url.path}", dict(error.headers or {})
+    if error.status_code == 405:
+        taken, code = f"this path takes {headers.get('Allow')}", "method_not_allowed"
+    else:
+        taken, code = "GET /openapi.json lists those that there are", "not_found"
+    message = f"there is no endpoint {asked}; {taken}"
+    return Trouble(error.status_code, message, "invalid_request_error", code=code, headers=headers)
 
 
 def openai_error(trouble: Trouble) -> wire_openai.ErrorReply:
