@@ -70,9 +70,11 @@ $(VENV)/bin/python:
 
 # One stamp per set of extras. pip builds the wheel anew and replaces an installed kvcache of the same version.
 $(VENV)/.installed-demo: $(VENV)/bin/python pyproject.toml constraints.txt $(sources)
+	@echo 'installing kvcache, PyTorch and transformers into $(VENV): a minute or two'
 	$(pip) '.[demo,cli]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt $(sources)
+	@echo 'installing kvcache, PyTorch, transformers and the tools of the tests into $(VENV): a minute or two'
 	$(pip) '.[dev]'
 	@touch $@

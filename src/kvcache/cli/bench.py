@@ -40,7 +40,9 @@ def asked(arguments: Sequence[str], *, as_json: bool, plot: str | None, note: st
     names = [a for a in arguments if a in NAMES or a == ALL]
     files = [a for a in arguments if a not in names]
     if files and not as_json:
-        raise ValueError(f"there is no measurement {files[0]!r}; expected one of {', '.join(NAMES)}, or {ALL}")
+        raise ValueError(
+            f"there is no measurement {files[0]!r}; expected one of {', '.join(NAMES)}, or {ALL}; a file goes with --json"
+        )
     if len(names) != 1 or len(files) > 1:
         raise ValueError(
             f"bench got {' '.join(arguments) or 'no name'}; expected one of {', '.join(NAMES)}, {ALL}"
