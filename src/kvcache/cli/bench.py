@@ -41,7 +41,8 @@ def asked(arguments: Sequence[str], *, as_json: bool, plot: str | None, note: st
     files = [a for a in arguments if a not in names]
     if files and not as_json:
         raise ValueError(
-            f"there is no measurement {files[0]!r}; expected one of {', '.join(NAMES)}, or {ALL}; a file goes with --json"
+            f"there is no measurement {files[0]!r}; expected one of {', '.join(NAMES)}, or {ALL}; "
+            f"a file goes with --json"
         )
     if len(names) != 1 or len(files) > 1:
         raise ValueError(
