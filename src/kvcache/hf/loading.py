@@ -92,11 +92,11 @@ def load(
     with _collector_resting(), Progress(progress) as bar:
         source = locate(os.fspath(model))
         name = source if isinstance(source, str) else source.stem if source.suffix == ".gguf" else source.name
+        if device is not None:
+            backends.torch(device)  # one that is not here is told before anything is loaded
         if source == "demo":
             bar.step("joining and verifying the demo model")
             source = demo_file(_import_heavy)
-        if device is not None:
-            backends.torch(device)  # one that is not here is told before anything is loaded
         if isinstance(source, Path) and source.suffix == ".gguf" and source.is_file():
             made, found = _from_gguf(source, dtype, tokenizer is None, bar)
         else:
