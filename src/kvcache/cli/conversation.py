@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
 from kvcache.engine.build import stop_tokens
+from kvcache.engine.sampler import greedy
 from kvcache.engine.text import TextStream
 from kvcache.errors import NotSupported
 from kvcache.hf.runner import Runner, Work
@@ -217,7 +218,7 @@ class Conversation:
             is_last = begin == len(tokens)
             logits = self._runner.forward([Work(branch.sequence, len(branch.cached), chunk, num_logits=int(is_last))])
             branch.cached.extend(chunk)
-        return int(logits[-1].argmax())
+        return greedy(logits[-1:])[0]
 
     def _rewind(self, branch: Branch, position: int) -> tuple[int, str]:
         """Cut the cache to `position`, or as far below as its members require; what is kept, and why no more."""
