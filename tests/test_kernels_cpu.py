@@ -575,6 +575,17 @@ def test_unknown_isa_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_build.build()
 
 
+@pytest.mark.parametrize(
+    ("family", "features", "expected"), [(25, "avx2 avx512f", True), (25, "avx2", False), (26, "avx2 avx512f", False)]
+)
+def test_lines_are_fetched_into_the_second_level_on_zen_4_alone(
+    monkeypatch: pytest.MonkeyPatch, family: int, features: str, expected: bool
+) -> None:
+    cpu = f"vendor_id\t: AuthenticAMD; cpu family\t: {family}; model name\t: AMD EPYC; flags\t\t: fpu {features}"
+    monkeypatch.setattr(cpu_build, "_cpu", lambda: cpu)
+    assert ("-DKVCACHE_FETCH_SECOND" in cpu_build._flags("native")) is expected
+
+
 def test_flags_and_sources_decide_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
     folders = {cpu_build._folder("native"), cpu_build._folder("avx2")}

@@ -70,6 +70,7 @@ void scores_direct(const uint32_t* q, R rows, float* scores, int pairs, int slot
 #pragma GCC unroll 1
     for (int quad = 0; quad < 4; quad++) {
       const auto row = rows.from(k + 4 * quad), later = rows.later(k + 4 * quad);
+      ahead.before((pairs + 15) / 16);
       __m512 acc[MR][4];
 #pragma GCC unroll 4
       for (int r = 0; r < MR; r++)
@@ -77,7 +78,7 @@ void scores_direct(const uint32_t* q, R rows, float* scores, int pairs, int slot
         for (int i = 0; i < 4; i++) acc[r][i] = _mm512_setzero_ps();
 #pragma GCC unroll 4  // each load then steps from quad to quad
       for (int c = 0; c < pairs; c += 16) {
-        ahead.step<1>();
+        ahead.within<1>();
         const __mmask16 mask = pairs - c >= 16 ? 0xffff : __mmask16((1u << (pairs - c)) - 1u);
         const auto load = [&](const void* at) { return WHOLE ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi32(mask, at); };
         __m512i key[4];
@@ -109,7 +110,8 @@ KV_INLINE void mix_block_direct(const uint32_t* p, size_t p_stride, R rows, int 
     for (int v = 0; v < NV; v++) acc[r][v] = _mm512_setzero_ps();
 #pragma GCC unroll 1
   for (int j = 0; j < slots; j += 2) {
-    ahead.step<1>();
+    if (j % 8 == 0) ahead.before(4);
+    ahead.within<1>();
     const auto row = rows.from(j), later = rows.later(j);
     if constexpr (F == BF16)
 #pragma GCC unroll 4

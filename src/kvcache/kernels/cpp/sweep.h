@@ -10,7 +10,9 @@
 
 namespace kv {
 
-constexpr int SWEEP = 8;  // tiles whose keys are read before their values: 128 KB of heads of 128
+// Tiles whose keys are read before their values: 128 KB of heads of 128. Zen 4 reads eight heads as fast with any number, and a
+// single one of 256 an eighth faster with two.
+constexpr int SWEEP = FETCHED_INTO == 2 ? 2 : 8;
 
 template <class R>
 struct Whole {  // slots of one head; all queries see them

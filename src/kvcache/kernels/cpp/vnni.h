@@ -138,9 +138,10 @@ template <int MR, int SETS>
 KV_INLINE void score_group(const uint8_t* q, int dim, int g, __m512i (*keys)[8], const float* scales, float* scores,
                            Ahead& ahead) {
   constexpr int STEP = MR % 2 == 0 && SETS == 2 ? 2 : SETS == 2 ? 1 : MR;
+  ahead.before(MR * SETS);
 #pragma GCC unroll 4
   for (int r0 = 0; r0 < MR; r0 += STEP) {
-    ahead.step<STEP * SETS>();
+    ahead.within<STEP * SETS>();
     __m512i high[STEP][SETS], low[STEP][SETS];
 #pragma GCC unroll 4
     for (int r = 0; r < STEP; r++) {
@@ -290,7 +291,8 @@ void mix_fixed(const uint8_t* weights, const float* multipliers, const uint8_t* 
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) high[r][v] = low[r][v] = _mm512_setzero_si512();
     for (int j = 0; j < slots; j += 4) {
-      ahead.step<1>();
+      if (j % 16 == 0) ahead.before(4);
+      ahead.within<1>();
       __m512i values[2];
       interleave_rows(rows + j, g, values);
 #pragma GCC unroll 4
