@@ -29,8 +29,13 @@ MATRIX = [
     for dim, group in ((64, 1), (128, 4), (256, 8), (512, 4))
     for kind in ("decode", "prefill", "put")
     if name not in {"bf16": ("f32", "f16"), "f16": ("f32", "bf16"), "f32": ("f16", "bf16")}[dtype]
+] + [
+    f"bf16,{name},{name},{dim},{dim},{group},{block_size},{kind}"
+    for name in ("bf16", "fp8_e4m3", "q8_0", "q4_0")
+    for dim, group, block_size in ((64, 64, 128), (128, 4, 128), (128, 71, 16), (256, 32, 128), (512, 32, 128))
+    for kind in ("decode", "prefill")
 ]
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 class Driver:
