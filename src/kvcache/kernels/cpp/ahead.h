@@ -17,7 +17,7 @@ constexpr int TILE = 64;  // slots that are decoded and computed with at a time
 // and 400 cost 7 to 9 %).
 #if defined(KVCACHE_FETCH_SECOND)
 // A core of Zen 4 that reads runs of 32 KB here and there gets 15 GB/s when it asks for lines into the first level, as if it had
-// not asked, and 25 into the second. To count them within loops takes a fifth of these (nothing but 3 to 5 % of memory on Zen 5).
+// not asked, and 25 into the second. To count them within the loop of scores takes a fifth of it.
 constexpr int DISTANCE = 384, FETCHED_INTO = 2;
 constexpr bool BETWEEN_LOOPS = true;
 #else
