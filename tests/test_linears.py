@@ -32,7 +32,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(linears, "_packing_helps", lambda: request.param == "copies")
     monkeypatch.setattr(linears, "_widening_helps", lambda: request.param == "widened")
     monkeypatch.setattr(linears, "FEW_WITH_UNIT", 128 if request.param == "ours" else 1)
-    monkeypatch.setattr(linears, "FEW_BESIDE_COPIES", 1)
+    monkeypatch.setattr(linears, "FEW", 32 if request.param == "ours" else 1)
     monkeypatch.setattr(linears, "FEW_BEFORE_WIDENED", 1)
     monkeypatch.setattr(linears, "WIDENED_ABOVE", 1)
     monkeypatch.setattr(linears, "WIDENED", 96 * 50)  # parts of the first layer, all of none

@@ -1,7 +1,7 @@
 """Linear layers of bf16 models on the CPU: who multiplies with the weights [out, in].
 
     rows of x   with AMX (`cpp/amx.h`)   bf16 products without AMX       other x86
-    few         ours: up to 128          ours: up to 4 (32 without)      ours: up to 128
+    few         ours: up to 128          ours: up to 32                  ours: up to 256
     more        PyTorch's                oneDNN's over packed copies     PyTorch's of f32, widened part by part
 
 Ours (`cpp/products.h`) reads weights as they lie, for one row at nine tenths of the speed of memory; PyTorch takes
@@ -34,8 +34,8 @@ __all__ = ["FastLinears", "available_bytes"]
 
 MEMORY_SHARE = 2
 """Packed copies take at most half of the memory that is available."""
-FEW_WITH_UNIT, FEW, FEW_BEFORE_WIDENED, FEW_BESIDE_COPIES = 128, 32, 256, 4
-"""Rows up to which ours is faster: than PyTorch's with AMX and without, than its products of f32, than oneDNN's."""
+FEW_WITH_UNIT, FEW, FEW_BEFORE_WIDENED = 128, 32, 256
+"""Rows up to which ours is faster: than PyTorch's with AMX, than oneDNN's or PyTorch's without, than products of f32."""
 WIDENED, WIDENED_ABOVE = 2**21, 8
 """Weights that are f32 at a time: 8 MiB, most of which stays in the caches. Rows above which it pays without ours."""
 
@@ -140,7 +140,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if copy is not None and not copy.is_of(weight):
         copy = None
     library = cpu_build.operators()
-    if not isinstance(library, str) and x.numel() <= _most_rows(library, copy is not None) * x.shape[-1]:
+    if not isinstance(library, str) and x.numel() <= _most_rows(library) * x.shape[-1]:
         product: Tensor = library.linear(x, weight, bias)
         return product
     if copy is not None:
@@ -151,12 +151,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @cache
-def _most_rows(library: Any, has_copy: bool) -> int:
+def _most_rows(library: Any) -> int:
     """The rows that are few."""
     if library.uses_amx():
         return FEW_WITH_UNIT
-    if has_copy:
-        return FEW_BESIDE_COPIES
     return FEW_BEFORE_WIDENED if _widening_helps() else FEW
 
 

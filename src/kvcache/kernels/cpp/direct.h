@@ -13,6 +13,16 @@ constexpr int DIRECT_MOST = 8;  // rows: above, a packed tile is cheaper
 
 constexpr int AGAIN = 16;       // rows: so long before a row is read, its lines are asked for once more
 
+// Calls `f` with the beginning and the number of rows of each block: nearly equal, at most FEW_BLOCK.
+template <class F>
+KV_INLINE void for_few_rows(int begin, int end, F&& f) {
+  for (int left = (end - begin + FEW_BLOCK - 1) / FEW_BLOCK; left > 0; left--) {
+    const int rows = (end - begin + left - 1) / left;
+    f(begin, rows);
+    begin += rows;
+  }
+}
+
 // Rows are read in quads of four adjacent ones. `from(j)`: row j and those after it in its quad; `later(j)`: those that are
 // read AGAIN rows after them.
 //

@@ -470,16 +470,6 @@ inline void weigh(const Shape& shape, const Scratch& s, int row, int num_rows, i
   }
 }
 
-// Calls `f` with the beginning and the number of rows of each block: nearly equal, at most FEW_BLOCK.
-template <class F>
-KV_INLINE void for_few_rows(int begin, int end, F&& f) {
-  for (int left = (end - begin + FEW_BLOCK - 1) / FEW_BLOCK; left > 0; left--) {
-    const int rows = (end - begin + left - 1) / left;
-    f(begin, rows);
-    begin += rows;
-  }
-}
-
 #if KV_LANES == 8
 // Spans of a row, or groups: the units of work of `direct_f32.h` and `madd.h` for one slot.
 inline int spans_of(const Reader& reader, const Store& store) {
