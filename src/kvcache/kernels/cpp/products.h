@@ -1,8 +1,8 @@
 // Few rows times the weights of a linear layer, bf16 [out, in] as they lie in the model: no copy, nothing packed.
 //
-// Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows at a
-// time are dot products along one row of weights after the other, or along two without bf16 products. With the tile unit
-// (`amx.h`) 4 and more are, where `in` is a multiple of 32 and for whole panels,
+// Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows of
+// x at a time are dot products along rows of weights: four side by side for 3 and 4, or two without bf16 products, else one after
+// the other. With the tile unit (`amx.h`) 4 and more are, where `in` is a multiple of 32 and for whole panels,
 //
 //   product^T [16 weights][16 rows]  +=  weights [16][32 values]  .  x^T [16 pairs][16 rows], which is packed once
 //
@@ -154,8 +154,8 @@ KV_INLINE vu load_pairs(const uint16_t* row, int64_t at, int64_t in) {
   return pairs;
 }
 
-// sums[r][column + c] = x[r] . weight[c] for MR rows of x and MC of weights. FETCH: fetch what lies behind them. A row of x is f32
-// here: for each vector of weights its even places and then its odd ones, zeros beyond the values. Two rows
+// sums[r][column + c] = x[r] . weight[c] for MR rows of x and MC of weights. FETCH: fetch what lies behind them.
+// A row of x is f32 here: for each vector of weights its even places and then its odd ones, zeros beyond the values. Two rows
 // of weights share what is loaded of x.
 template <int MR, int MC, bool FETCH>
 KV_INLINE void dot_products(const Factors& x, int64_t row, const uint16_t* weight, int64_t in, float (*sums)[EDGE],
