@@ -35,7 +35,7 @@ __all__ = ["FastLinears", "available_bytes"]
 MEMORY_SHARE = 2
 """Packed copies take at most half of the memory that is available."""
 FEW_WITH_UNIT, FEW, FEW_BEFORE_WIDENED = 128, 32, 256
-"""Rows up to which ours is faster: than PyTorch's with AMX, than oneDNN's or PyTorch's without, than products of f32."""
+"""Rows up to which ours is faster: than PyTorch's with AMX, than any without, than products of f32."""
 WIDENED, WIDENED_ABOVE = 2**21, 8
 """Weights that are f32 at a time: 8 MiB, most of which stays in the caches. Rows above which it pays without ours."""
 
