@@ -1,8 +1,8 @@
 // Few rows times the weights of a linear layer, bf16 [out, in] as they lie in the model: no copy, nothing packed.
 //
-// Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows of
-// x at a time are dot products along rows of weights: four side by side for 3 and 4, or two without bf16 products, else one after
-// the other. With the tile unit (`amx.h`) 4 and more are, where `in` is a multiple of 32 and for whole panels,
+// Bytes moved: the weights, once, by panels of rows that stay in the caches while all rows of x meet them. Up to 4 rows of x at
+// a time are dot products along rows of weights: four side by side for 3 and 4 (two without bf16 products), else one after the
+// other. With the tile unit (`amx.h`) 4 and more are, where `in` is a multiple of 32 and for whole panels,
 //
 //   product^T [16 weights][16 rows]  +=  weights [16][32 values]  .  x^T [16 pairs][16 rows], which is packed once
 //
@@ -53,8 +53,8 @@ inline void write_sums(const Linear& p, const float (*sums)[EDGE], int64_t row, 
 
 #if defined(KV_BF16)
 
-// parts[r][quad] = x[row + r] . each of four rows of weights, to be added by `sum_of_parts`. Meanwhile FETCHED rows from `ahead` on
-// are fetched. Up to two rows of x meet one row of weights after the other, which is the order of memory (a tenth faster for
+// parts[r][quad] = x[row + r] . each of four rows of weights, to be added by `sum_of_parts`. Meanwhile FETCHED rows from `ahead`
+// on are fetched. Up to two rows of x meet one row of weights after the other, which is the order of memory (a tenth faster for
 // one); more meet four side by side, which share what is loaded of x.
 template <int MR, int FETCHED>
 KV_INLINE void quad_products(const Factors& x, int64_t row, const uint16_t* const* weights, int64_t in, __m512 (*parts)[4],
@@ -104,13 +104,10 @@ inline void multiply_columns(const Linear& p, const Factors& x, int64_t first, i
   __m512 parts[EDGE][4];
   for (int64_t row = 0; row < p.rows; row += EDGE) {
     const int rows = int(std::min<int64_t>(p.rows - row, EDGE));
-    const int blocks = (rows + FEW_BLOCK - 1) / FEW_BLOCK;
     for (int quad = 0; quad < EDGE / 4; quad++) {
       const uint16_t* ahead = p.weight + (first + 4 * quad) * p.in + distance;
-      int fetched = 0, block = 0;
       for_few_rows(0, rows, [&](int begin, int few) {
-        block++;
-        const int until = row > 0 ? 0 : 4 * block / blocks, now = until - fetched;
+        const int fetched = 4 * begin / rows, now = row > 0 ? 0 : 4 * (begin + few) / rows - fetched;  // 4; 2, 2; 1, 1, 2; ...
         const auto run = [&](auto number) {
           constexpr int MR = decltype(number)::value;
           const auto f = now == 0   ? quad_products<MR, 0>
@@ -125,7 +122,6 @@ inline void multiply_columns(const Linear& p, const Factors& x, int64_t first, i
           case 3: run(std::integral_constant<int, 3>()); break;
           default: run(std::integral_constant<int, 4>());
         }
-        fetched = until;
       });
     }
     for (int r = 0; r < rows; r++) _mm512_store_ps(sums[r], sum_of_parts(parts[r]));
