@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engines import byte_tokenizer, fallback_tokenizer
-from kvcache.engine.text import WINDOW, StopFinder, StopTexts, TextStream, whole_text
+from kvcache.engine.text import WINDOW, StopFinder, StopTexts, TextStream, token_bytes, token_text, whole_text
 
 PIECES = ["a", " ", " the", "é", "猫", "🐈", "👩\u200d👩\u200d👧", "\n", "x", "\u200d", "ß", "\U00013000"]
 
@@ -112,6 +112,27 @@ def test_bytes_that_are_no_character_do_no_harm(name: str) -> None:
         assert "".join(stream.step(token) for token in after).endswith("the the猫x")
         held = [stream.step(words("🐈")["input_ids"][-1]) for _ in range(3 * WINDOW)]
         assert len("".join(held)) > WINDOW and len(stream._ids) <= 2 * WINDOW
+
+
+@pytest.mark.parametrize("name", ["bytes", "fallback"])
+@pytest.mark.parametrize("text", ["a\ufffd", "\ufffdthe x", "\ufffd", "猫\ufffd\ufffd猫"])
+def test_the_character_that_stands_for_no_character_is_one(name: str, text: str) -> None:
+    """U+FFFD in a prompt is not taken for half a character, and a generated one is shown."""
+    tokenizer = encoder(name)
+    if name == "fallback":
+        tokenizer.add_tokens("\ufffd")
+    ids, after = tokenizer(text)["input_ids"], tokenizer("the é")["input_ids"]
+    stream = TextStream(tokenizer, ids)
+    assert "".join(map(stream.step, [*after, *ids])) == "the é" + text
+
+
+def test_bytes_of_tokens() -> None:
+    for tokenizer in (byte_tokenizer(), fallback_tokenizer()):
+        for text in PIECES:
+            ids = tokenizer(text)["input_ids"]
+            parts = [token_bytes(tokenizer, token, token_text(tokenizer, token)) for token in ids]
+            assert b"".join(part or b"" for part in parts) == text.encode()
+    assert token_bytes(slow_tokenizer(), byte_tokenizer()("é")["input_ids"][0], "\ufffd") is None
 
 
 def test_a_stop_is_found_in_the_last_tokens_as_in_the_whole_text() -> None:

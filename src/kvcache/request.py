@@ -251,11 +251,16 @@ class Request:
 @final
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token and the natural logarithm of its probability (of the model's own distribution, before temperature)."""
+    """One token and the natural logarithm of its probability (of the model's own distribution, before temperature).
+
+    bytes: of its text in UTF-8, and of a part of a character, whose text is U+FFFD; empty where the tokenizer does not
+    tell them.
+    """
 
     token_id: int
     text: str
     logprob: float
+    bytes: bytes = b""
 
 
 @final

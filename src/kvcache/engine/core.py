@@ -26,7 +26,7 @@ from kvcache.engine.prefixes import Prefixes
 from kvcache.engine.sample import Group, Sample
 from kvcache.engine.sampler import Choice, Chooser, greedy
 from kvcache.engine.shift import num_discarded
-from kvcache.engine.text import StopFinder, StopTexts, TextStream, token_text, whole_text
+from kvcache.engine.text import StopFinder, StopTexts, TextStream, token_bytes, token_text, whole_text
 from kvcache.errors import CacheFull, CorruptState, NotSupported
 from kvcache.hf.runner import EncoderStates, Runner, Work
 from kvcache.request import Action, Event, Finished, Logprob, Request, State, Token, TokenLogprobs
@@ -555,11 +555,14 @@ class Core:
         sample.sum_logprob += choice.logprob
         if sample.request.params.logprobs is None:
             return None
-        top = tuple(Logprob(t, token_text(self._tokenizer, t), value) for t, value in choice.top)
-        chosen = Logprob(choice.token, token_text(self._tokenizer, choice.token), choice.logprob)
-        found = TokenLogprobs(chosen, top)
+        top = tuple(self._logprob(token, value) for token, value in choice.top)
+        found = TokenLogprobs(self._logprob(choice.token, choice.logprob), top)
         sample.logprobs.append(found)
         return found
+
+    def _logprob(self, token: int, value: float) -> Logprob:
+        text = token_text(self._tokenizer, token)
+        return Logprob(token, text, value, token_bytes(self._tokenizer, token, text) or b"")
 
     def _count_match(self, sample: Sample, match: Match) -> None:
         if sample.match is not None:

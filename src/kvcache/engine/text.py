@@ -6,11 +6,13 @@ pieces      "The"   ""            " €"     " "     ""  -> stopped, "EN" was he
 
 from __future__ import annotations
 
+import codecs
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
-__all__ = ["Piece", "StopFinder", "StopTexts", "TextStream", "token_text", "whole_text"]
+__all__ = ["Piece", "StopFinder", "StopTexts", "TextStream", "token_bytes", "token_text", "whole_text"]
 
 CONTEXT = 8
 """Tokens before an output that the decoder sees: whether a word begins with a space depends on what came before."""
@@ -22,6 +24,18 @@ LONGEST_CHARACTER = 4
 """Bytes, and so tokens, of one character at most."""
 
 HALF = "\ufffd"
+
+_BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _letters() -> dict[str, int]:
+    """Byte-level BPE's letters for bytes: printable ones are their own, the others have those from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES_OF_LETTERS = _letters()
 
 
 class Piece(NamedTuple):
@@ -38,12 +52,14 @@ class TextStream:
     The last tokens are decoded again with each new one. What was shown stays, also where the decoder changes its mind:
     those that fall back to bytes (Gemma's, Llama's) turn a whole run of them to U+FFFD if one does not fit, and text
     that was shown before cannot be taken back. (tokenizers' own `DecodeStream` raises there, and shows the end of a
-    prompt whose last character was made of bytes.) Bytes that can no longer become a character are U+FFFD.
+    prompt whose last character was made of bytes.) Bytes that can no longer become a character are U+FFFD, which is a
+    token of many vocabularies as well: what is half a character, bytes tell (`token_bytes`).
     """
 
-    __slots__ = ("_decode", "_ids", "_num_pending", "_shown")
+    __slots__ = ("_decode", "_ids", "_num_pending", "_shown", "_tokenizer")
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
         self._decode = _decoder(tokenizer)
         self._num_pending = 0
         self._ids: list[int] = []
@@ -57,9 +73,8 @@ class TextStream:
             return ""
         self._ids.append(token)
         self._num_pending += 1
-        text = self._decode(self._ids)
-        if not text.endswith(HALF):
-            piece = self._piece(text, self._num_pending)
+        if not self._ends_inside(self._ids):
+            piece = self._piece(self._decode(self._ids), self._num_pending)
             self._num_pending = 0
             if len(self._ids) > WINDOW:
                 self._begin(self._ids[-CONTEXT - LONGEST_CHARACTER :])
@@ -71,19 +86,37 @@ class TextStream:
         return self._decode(pending[:-LONGEST_CHARACTER])
 
     def _begin(self, ids: list[int]) -> None:
-        """What comes is decoded after `ids`, less those at the front whose text would begin inside a character.
+        """What comes is decoded after `ids`, less those at the front that begin inside a character.
 
         The last ones may be the beginning of a character, which is then not shown yet.
         """
         assert self._decode is not None
-        for num_held in range(min(LONGEST_CHARACTER, len(ids) + 1)):
-            for count in range(min(CONTEXT, len(ids)), len(ids) + 1):
-                self._ids = ids[len(ids) - count :]
-                self._shown = self._decode(self._ids[: count - num_held])
-                if not self._shown.startswith(HALF) and not self._shown.endswith(HALF):
-                    return
-        self._ids = ids[-CONTEXT:]  # bytes that are no characters, on both sides
-        self._shown = self._decode(self._ids).rstrip(HALF)
+        counts = range(min(CONTEXT, len(ids)), len(ids))
+        self._ids = next((ids[-n:] for n in counts if not self._begins_inside(ids[-n:])), ids)
+        ends = range(len(self._ids), max(len(self._ids) - LONGEST_CHARACTER, -1), -1)
+        end = next((n for n in ends if not self._ends_inside(self._ids[:n])), len(self._ids))
+        self._shown = self._decode(self._ids[:end])
+
+    def _begins_inside(self, ids: Sequence[int]) -> bool:
+        """Whether the first byte of `ids` goes on with a character."""
+        assert self._decode is not None
+        first = token_bytes(self._tokenizer, ids[0], self._decode(ids[:1]))
+        return self._decode(ids).startswith(HALF) if first is None else b"\x80" <= first[:1] < b"\xc0"
+
+    def _ends_inside(self, ids: Sequence[int]) -> bool:
+        """Whether the last bytes of `ids` are the beginning of a character."""
+        assert self._decode is not None
+        last = b""
+        for i in range(len(ids) - 1, -1, -1):
+            part = token_bytes(self._tokenizer, ids[i], self._decode(ids[i : i + 1]))
+            if part is None:
+                return self._decode(ids).endswith(HALF)
+            last = part + last
+            if last and (last[-1] < 0x80 or len(last) >= LONGEST_CHARACTER):
+                break
+        reader = codecs.getincrementaldecoder("utf-8")("replace")
+        reader.decode(last[-LONGEST_CHARACTER:])
+        return bool(reader.getstate()[0])
 
     def _piece(self, text: str, num_pending: int) -> str:
         """What the last `num_pending` tokens add to what is shown."""
@@ -169,3 +202,22 @@ def whole_text(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int], sto
 def token_text(tokenizer: Any, token: int) -> str:
     """One token by itself, as tables of log-probabilities show it."""
     return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> bytes | None:
+    """The bytes of a token that is decoded as `text`: its name tells them where they are no whole characters.
+
+    Names of bytes are `<0xE2>`, or letters of byte-level BPE (GPT-2's). None: the tokenizer does not tell.
+    """
+    if HALF not in text:
+        return text.encode()
+    is_fast = getattr(tokenizer, "is_fast", False)
+    names = tokenizer.backend_tokenizer.id_to_token if is_fast else getattr(tokenizer, "convert_ids_to_tokens", None)
+    name = None if names is None else names(token)
+    if not isinstance(name, str):
+        return name if isinstance(name, bytes) else None
+    if found := _BYTE_NAME.fullmatch(name):
+        return bytes.fromhex(found[1])
+    if all(letter in _BYTES_OF_LETTERS for letter in name):
+        return bytes(_BYTES_OF_LETTERS[letter] for letter in name)
+    return text.encode() if is_fast else None  # U+FFFD itself
