@@ -355,12 +355,19 @@ def test_prompts_beyond_the_context_are_refused(served: Served) -> None:
     assert len(served.text("x" * 500, max_tokens=100)) <= 12  # up to the end of the context
 
 
-def test_a_prompt_beyond_the_cache_is_refused() -> None:
+def test_a_cache_smaller_than_the_context_is_told_and_bounds_prompts() -> None:
     with serving.serving(kv_bytes=40_000) as served:
-        answer = served.post("/v1/completions", prompt="x" * 400)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-        assert "kv_bytes" in answer.json()["error"]["message"]
-        assert served.text("abc", max_tokens=5)
+        most = served.client.get("/api/ps").json()["models"][0]["context_length"]
+        assert most == served.engine.capacity < 400
+        assert served.post("/api/show").json()["model_info"]["llama.context_length"] == 512
+        said = [{"role": "user", "content": "x" * 400}]
+        for path, body in (("/v1/completions", {"prompt": "x" * 400}), ("/v1/chat/completions", {"messages": said})):
+            answer = served.post(path, **body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", *body)
+            assert f"{most} tokens" in error["message"] and "--kv-bytes" in error["message"]
+        whole = served.post("/v1/chat/completions", messages=[{"role": "user", "content": "abc"}], ignore_eos=True)
+        assert whole.json()["usage"]["total_tokens"] == most
 
 
 def test_more_choices_than_sequences_are_refused(served: Served) -> None:

@@ -440,7 +440,7 @@ def tag_list(model: str, size: int, digest: str, details: ModelDetails, modified
 def process_list(
     model: str, size: int, digest: str, details: ModelDetails, context_length: int, expires: datetime
 ) -> ProcessList:
-    """The body of `/api/ps`. size: bytes. expires: when the model leaves memory."""
+    """The body of `/api/ps`. size: bytes. context_length: tokens of the longest request. expires: from memory."""
     return {
         "models": [
             {

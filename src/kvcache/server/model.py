@@ -15,7 +15,7 @@ __all__ = ["ServedModel", "served_model"]
 @final
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What is told of the model. size: bytes of its weights; max_length: tokens of its context, None: no bound."""
+    """What is told of the model. num_bytes: of its weights; capacity: tokens of the longest request, None: no bound."""
 
     name: str
     family: str
@@ -24,7 +24,7 @@ class ServedModel:
     dtype: str
     digest: str
     vocabulary: int
-    max_length: int | None
+    capacity: int | None
     info: Mapping[str, str | int | float | bool]
 
     def is_called(self, name: str) -> bool:
@@ -54,7 +54,7 @@ def served_model(engine: Engine, name: str | None = None) -> ServedModel:
         dtype=str(model.dtype).removeprefix("torch.").upper(),
         digest=fingerprint(model),
         vocabulary=int(weights.weight.shape[0]),
-        max_length=engine.max_length,
+        capacity=engine.capacity,
         info={
             "general.architecture": family,
             "general.parameter_count": int(model.num_parameters()),

@@ -52,7 +52,7 @@ class Ollama:
         """GET `/api/ps`."""
         model = self._shared.model
         return json_response(
-            wire.process_list(model.name, model.num_bytes, model.digest, self._details(), model.max_length or 0, _NEVER)
+            wire.process_list(model.name, model.num_bytes, model.digest, self._details(), model.capacity or 0, _NEVER)
         )
 
     async def show(self, http: HttpRequest) -> Response:

@@ -34,14 +34,16 @@ class Message(Protocol):
 class Prompts:
     """What clients send -> token ids. All raise `Invalid`, naming the field `param`.
 
-    max_length: tokens of the context; None: no bound. vocabulary: ids are below it. A tokenizer without a chat template
-    continues the messages' texts, one after the other.
+    max_length: tokens of the model's context; capacity: of the longest request, less where the cache is smaller; None:
+    no bound. vocabulary: ids are below it. A tokenizer without a chat template continues the messages' texts, one after
+    the other.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, max_length: int | None) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: int, max_length: int | None, capacity: int | None) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._max_length = max_length
+        self._capacity = capacity
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-tokenizer")
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
 
@@ -56,8 +58,8 @@ class Prompts:
         return found if isinstance(found, str) else ""
 
     def room(self, ids: Sequence[int]) -> int:
-        """Tokens that fit into the context after `ids`."""
-        return 2**31 - 1 if self._max_length is None else max(1, self._max_length - len(ids))
+        """Tokens that fit after `ids`."""
+        return 2**31 - 1 if self._capacity is None else max(1, self._capacity - len(ids))
 
     async def of_ids(self, ids: Sequence[int], param: str = "prompt") -> list[int]:
         """Token ids, checked."""
@@ -124,14 +126,16 @@ class Prompts:
     def _check_text(self, num_characters: int, param: str) -> None:
         if self._tokenizer is None:
             raise Invalid(f"{param}: the model has no tokenizer; send token ids to /v1/completions", param)
-        if self._max_length is not None and num_characters > self._max_length * self._longest_token:
+        if self._capacity is not None and num_characters > self._capacity * self._longest_token:
             self._check_length(-(-num_characters // self._longest_token), param, about="at least ")
 
     def _check_length(self, num_tokens: int, param: str, about: str = "") -> None:
-        if self._max_length is not None and num_tokens >= self._max_length:
+        if self._capacity is not None and num_tokens >= self._capacity:
+            is_of_model = self._capacity == self._max_length
             raise Invalid(
-                f"This model's maximum context length is {self._max_length} tokens. However, {param} has {about}"
-                f"{num_tokens}, and the answer needs one. Please shorten it.",
+                f"This {'model' if is_of_model else 'server'}'s maximum context length is {self._capacity} tokens. "
+                f"However, {param} has {about}{num_tokens}, and the answer needs one. Please shorten it"
+                f"{'.' if is_of_model else ', or give the server more --kv-bytes.'}",
                 param,
                 "context_length_exceeded",
             )

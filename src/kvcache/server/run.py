@@ -80,7 +80,7 @@ class Server:
         self._shared = Shared(
             EngineThread(engine, instruments, max_open=self.settings.max_open, log=log),
             model,
-            Prompts(engine.tokenizer, model.vocabulary, model.max_length),
+            Prompts(engine.tokenizer, model.vocabulary, engine.max_length, model.capacity),
             self.settings,
             datetime.now(UTC).replace(microsecond=0),
         )
