@@ -126,7 +126,11 @@ def test_show_takes_both_names() -> None:
         parse_show(b"{}")
 
 
-LIKELY = (TokenLogprobs(Logprob(1, "H", float("-inf")), (Logprob(2, "\ufffd", -0.5),)),)
+LIKELY = (
+    TokenLogprobs(
+        Logprob(1, "H", float("-inf")), (Logprob(2, "\ufffd", -0.5), Logprob(3, "\ufffd", -0.75, b"\xf0\x9f"))
+    ),
+)
 DONE = Completion("Hey", (5, 6), "stop", 7, 4, 0.25, 1.5, logprobs=LIKELY)
 
 
@@ -139,9 +143,8 @@ def test_a_whole_answer_of_generate() -> None:
     assert (answer.eval_count, answer.eval_duration) == (2, 1_250_000_000)
     assert answer.context == [1, 2, 5, 6]
     assert answer.created_at == "2026-01-02T03:04:05Z"
-    assert line["logprobs"] == [
-        {"token": "H", "logprob": -9999.0, "bytes": [72], "top_logprobs": [{"token": "\ufffd", "logprob": -0.5}]}
-    ]
+    top = [{"token": "\ufffd", "logprob": -0.5}, {"token": "\ufffd", "logprob": -0.75, "bytes": [0xF0, 0x9F]}]
+    assert line["logprobs"] == [{"token": "H", "logprob": -9999.0, "bytes": [72], "top_logprobs": top}]
 
 
 def test_lines_of_a_chat() -> None:

@@ -279,14 +279,60 @@ def test_logprobs_of_completions() -> None:
     json.dumps(whole, allow_nan=False)
 
 
+PARTS = (
+    TokenLogprobs(Logprob(5, "a", -2.0, b"a"), ()),  # chosen, and not among the likeliest
+    TokenLogprobs(
+        Logprob(9, "\ufffd", -3.0, b" \xf0\x9f"),
+        (Logprob(6, "\ufffd", -0.5, b"\xf0\x9f"), Logprob(7, "\ufffd", -1.0, b"\x98\x80")),
+    ),
+    TokenLogprobs(Logprob(7, "\ufffd", -0.25, b"\x98\x80"), (Logprob(7, "\ufffd", -0.25, b"\x98\x80"),)),
+    # two of equal text: the likelier stays
+    TokenLogprobs(Logprob(1, "b", -0.5, b"b"), (Logprob(1, "b", -0.5, b"b"), Logprob(8, "b", -4.0, b"b"))),
+    TokenLogprobs(Logprob(2, "END", -0.5, b"END"), ()),  # of a stop text, which the choice's text has not
+    TokenLogprobs(Logprob(3, "!", -0.5, b"!"), ()),
+)
+"""Of the text "a 😀b": the face is two tokens, the first of which has the space before it."""
+
+
+def test_parts_of_characters_have_names_and_places_of_their_own() -> None:
+    body = completion_body(logprobs=2, stream=True)
+    whole: Any = replies_to(body, "id", "m", 5).whole([Numbered(0, done("a 😀b", 6, logprobs=PARTS))])
+    found = whole["choices"][0]["logprobs"]
+    assert found["tokens"] == ["a", r"bytes: \xf0\x9f", r"bytes:\x98\x80", "b", "END", "!"]
+    assert found["top_logprobs"] == [
+        {"a": -2.0},
+        {r"bytes:\xf0\x9f": -0.5, r"bytes:\x98\x80": -1.0, r"bytes: \xf0\x9f": -3.0},
+        {r"bytes:\x98\x80": -0.25},
+        {"b": -0.5},
+        {"END": -0.5},
+        {"!": -0.5},
+    ]
+    assert found["text_offset"] == [0, 1, 2, 3, 4, 4]
+    stream = replies_to(body, "id", "m", 5)
+    texts = ["a", "", " 😀", "b", "", ""]
+    chunks: list[Any] = [
+        chunk
+        for text, logprobs in zip(texts, PARTS, strict=True)
+        for chunk in stream.token(0, Token(1, text, logprobs=logprobs))
+    ]
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert {name: [part for each in told for part in each[name]] for name in found} == found
+
+
 def test_logprobs_of_chats() -> None:
     replies = replies_to(chat_body(logprobs=True), "id", "m", 5)
     whole: Any = replies.whole([Numbered(0, done("Hey", 2, logprobs=LIKELY))])
     first, second = ChatCompletion.model_validate(whole, strict=True).choices[0].logprobs.content  # type: ignore[union-attr,misc]
     assert (first.token, first.logprob, first.bytes) == ("He", -0.5, [72, 101])
-    # half a character: which bytes it is cannot be told
+    # half a character of unknown bytes
     assert [(top.token, top.logprob, top.bytes) for top in first.top_logprobs][1] == ("\ufffd", -9999.0, None)
     assert second.token == "y"
+    parts: Any = replies.whole([Numbered(0, done("a 😀b", 6, logprobs=PARTS))])
+    content = parts["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], bytes(one["bytes"])) for one in content[1:3]] == [
+        ("\ufffd", b" \xf0\x9f"),
+        ("\ufffd", b"\x98\x80"),
+    ]
 
 
 def test_echo_begins_every_choice() -> None:

@@ -4,7 +4,8 @@
 
 Bodies are strict: no text is taken for a number, and a field nobody knows is an error: whoever misspells `temperature`
 must not get an answer computed without it. A field that is known, yet would change the answer in a way we cannot serve,
-is refused by its name (`Refused`). Values only: no I/O, no clock.
+is refused by its name (`Refused`). On the way back, tokens that are no whole characters have bytes all the same
+(`bytes_of`). Values only: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-__all__ = ["Body", "Invalid", "Refused", "parse"]
+from kvcache.request import Logprob
+
+__all__ = ["Body", "Invalid", "Refused", "bytes_of", "parse"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -69,6 +72,11 @@ def parse(model: type[_Model], raw: bytes) -> _Model:
         return model.model_validate_json(raw or b"{}")
     except ValidationError as error:
         raise _explained(error) from None
+
+
+def bytes_of(token: Logprob) -> bytes | None:
+    """The bytes of a token; None where they are not known: U+FFFD stands for any that are no whole character."""
+    return token.bytes or (None if "\ufffd" in token.text else token.text.encode())
 
 
 def _explained(error: ValidationError) -> Invalid:

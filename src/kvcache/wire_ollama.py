@@ -27,7 +27,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from kvcache.request import Completion, Logprob, SamplingParams, Token, TokenLogprobs
-from kvcache.wire import Body, Invalid, Refused, parse
+from kvcache.wire import Body, Invalid, Refused, bytes_of, parse
 
 __all__ = [
     "ChatReply",
@@ -233,7 +233,7 @@ class ErrorReply(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """bytes: the text in UTF-8; absent where the token is only a part of a character."""
+    """token: the text, with U+FFFD for a part of a character; bytes: what it stands for, absent where not known."""
 
     token: str
     logprob: float
@@ -362,8 +362,8 @@ def _nanoseconds(seconds: float) -> int:
 
 def _logprob(one: Logprob) -> TopLogprob:
     made: TopLogprob = {"token": one.text, "logprob": max(one.logprob, _LEAST)}
-    if "\ufffd" not in one.text:  # which stands for bytes that are no whole character
-        made["bytes"] = list(one.text.encode())
+    if (known := bytes_of(one)) is not None:
+        made["bytes"] = list(known)
     return made
 
 

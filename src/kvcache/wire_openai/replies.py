@@ -12,6 +12,7 @@ chunk without choices has the usage. Source of the shapes: OpenAI's API referenc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, NotRequired, TypeAlias, final
@@ -19,6 +20,7 @@ from typing import Final, Literal, NamedTuple, NotRequired, TypeAlias, final
 from typing_extensions import TypedDict
 
 from kvcache.request import Completion, Logprob, Token, TokenLogprobs
+from kvcache.wire import bytes_of
 from kvcache.wire_openai.bodies import ChatBody, CompletionBody
 
 __all__ = [
@@ -77,7 +79,7 @@ class PromptTokensDetails(TypedDict):
 
 
 class UsageObject(TypedDict):
-    """What a request cost. A prompt counts once, however many completions it has."""
+    """What a request cost. A prompt counts once, however many completions it has; discarded ones do not count."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -86,7 +88,12 @@ class UsageObject(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Of `/v1/completions`: four lists of one entry a token. text_offset counts characters of the choice's text."""
+    r"""Of `/v1/completions`: four lists of one entry a token.
+
+    tokens: texts; a token that is no whole characters is called by its bytes: "bytes:\xf0\x9f". top_logprobs: the
+    likeliest by these names, and the chosen one; of equal names the likelier. text_offset: whole characters of the
+    choice's text before the token; at most those that there are, in a stream those that have been told.
+    """
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -95,7 +102,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """bytes: the text in UTF-8; null where the token is only a part of a character."""
+    """token: the text, with U+FFFD for a part of a character; bytes: what it stands for, null where not known."""
 
     token: str
     logprob: float
@@ -210,9 +217,8 @@ _LEAST: Final = -9999.0
 
 
 def _logprob(one: Logprob) -> TopLogprob:
-    # U+FFFD stands for bytes that are no whole character; which ones they were is not known here
-    known = None if "\ufffd" in one.text else list(one.text.encode())
-    return {"token": one.text, "logprob": max(one.logprob, _LEAST), "bytes": known}
+    known = bytes_of(one)
+    return {"token": one.text, "logprob": max(one.logprob, _LEAST), "bytes": None if known is None else list(known)}
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -222,17 +228,43 @@ def _chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
     }
 
 
-def _completion_logprobs(tokens: Sequence[TokenLogprobs], begin: int) -> CompletionLogprobs:
-    """`begin`: characters of the choice's text before these tokens."""
-    offsets = []
-    for each in tokens:
-        offsets.append(begin)
-        begin += len(each.chosen.text)
+def _name(one: Logprob) -> str:
+    """What `/v1/completions` calls a token: halves of characters, which all look the same, by their bytes."""
+    try:
+        one.bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + one.bytes.decode("ascii", "backslashreplace")
+    return one.text
+
+
+def _by_name(each: TokenLogprobs) -> dict[str, float]:
+    made: dict[str, float] = {}
+    for one in (*each.top, each.chosen):
+        made.setdefault(_name(one), max(one.logprob, _LEAST))
+    return made
+
+
+class _Offsets:
+    """Where tokens begin in a text that grows. One that goes on with a character begins where the character does."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._next = 0
+
+    def of(self, token: Logprob) -> int:
+        """Whole characters before `token`, the next one."""
+        begin, known = self._next, bytes_of(token)
+        self._next += len(token.text if known is None else self._decoder.decode(known))
+        return begin
+
+
+def _completion_logprobs(tokens: Sequence[TokenLogprobs], offsets: _Offsets, end: int) -> CompletionLogprobs:
+    """`offsets`: in the choice's text. `end`: of it."""
     return {
-        "tokens": [each.chosen.text for each in tokens],
+        "tokens": [_name(each.chosen) for each in tokens],
         "token_logprobs": [max(each.chosen.logprob, _LEAST) for each in tokens],
-        "top_logprobs": [{top.text: max(top.logprob, _LEAST) for top in each.top} for each in tokens],
-        "text_offset": offsets,
+        "top_logprobs": [_by_name(each) for each in tokens],
+        "text_offset": [min(offsets.of(each.chosen), end) for each in tokens],
     }
 
 
@@ -244,7 +276,10 @@ class Numbered(NamedTuple):
 
 
 def usage_of(completions: Sequence[Numbered]) -> UsageObject:
-    """What a request cost: each prompt once, its cached tokens those of its first completion, every generated token."""
+    """What a request cost: each prompt once, its cached tokens those of its first completion, every token returned.
+
+    Candidates that `best_of` or a search by beams has discarded are not in it.
+    """
     firsts: dict[int, Completion] = {}
     for prompt, completion in completions:
         if prompt not in firsts or completion.index < firsts[prompt].index:
@@ -269,10 +304,10 @@ Chunk: TypeAlias = CompletionReply | ChatChunk
 @final
 @dataclass(slots=True)
 class _Sent:
-    """What a stream has told of one choice: characters of text, and of the texts of its tokens."""
+    """What a stream has told of one choice: characters of text, and where the next token begins."""
 
     num_characters: int = 0
-    num_token_characters: int = 0
+    offsets: _Offsets = field(default_factory=_Offsets)
 
 
 @final
@@ -337,12 +372,14 @@ class CompletionReplies(Replies):
         choices: list[CompletionChoice] = []
         for prompt, completion in ordered:
             echo = self._echo(prompt)
-            logprobs = completion.logprobs
+            logprobs = None
+            if completion.logprobs is not None:
+                logprobs = _completion_logprobs(completion.logprobs, _Offsets(), len(completion.text))
             choices.append(
                 {
                     "index": self._head.choice(prompt, completion.index),
                     "text": echo + completion.text,
-                    "logprobs": None if logprobs is None else _completion_logprobs(logprobs, len(echo)),
+                    "logprobs": logprobs,
                     "finish_reason": _finish_reason(completion),
                 }
             )
@@ -353,11 +390,10 @@ class CompletionReplies(Replies):
         is_first = number not in self._head.sent
         sent = self._head.sent.setdefault(number, _Sent())
         text = (self._echo(prompt) if is_first else "") + token.text
+        sent.num_characters += len(token.text)
         logprobs = None
         if token.logprobs is not None:
-            logprobs = _completion_logprobs([token.logprobs], sent.num_token_characters)
-            sent.num_token_characters += len(token.logprobs.chosen.text)
-        sent.num_characters += len(token.text)
+            logprobs = _completion_logprobs([token.logprobs], sent.offsets, sent.num_characters)
         if not text and logprobs is None:
             return []
         return [self._chunk({"index": number, "text": text, "logprobs": logprobs, "finish_reason": None})]
