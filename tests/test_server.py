@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import json
 import socket
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +25,8 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 import serving
 from kvcache import Finished, Request, SamplingParams
 from kvcache.server import Server, Settings
+from kvcache.server.engine_thread import EngineThread, Ticket, Unavailable, _Add
+from kvcache.server.instruments import Instruments
 from serving import NAME, TEMPLATE, Served, events, eventually
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
@@ -702,6 +705,47 @@ def test_a_broken_cache_found_when_idle_stops_the_service() -> None:
         assert served.metrics()["kvcache_up"] == 0
         assert len(served.logged) == 1
         assert "Traceback" in served.logged[0]
+
+
+class Failing:
+    """An engine that accepts everything, and fails at the first thing that it is to do."""
+
+    def add(self, request: Request) -> str:
+        return request.id
+
+    def check(self) -> None:
+        pass
+
+    def fail(self) -> Any:
+        raise RuntimeError("out of memory, say")
+
+    step = metrics = fail
+
+
+def test_everybody_is_told_of_a_failure_even_where_the_operator_cannot_be() -> None:
+    def broken(_: str) -> None:
+        raise BrokenPipeError("stderr is gone")
+
+    async def ask(work: Callable[[EngineThread], Awaitable[Any]]) -> None:
+        thread = EngineThread(Failing(), Instruments(), max_open=4, log=broken)  # type: ignore[arg-type]
+        thread.start()
+        with pytest.raises(Unavailable, match="out of memory, say"):
+            await asyncio.wait_for(work(thread), 20)
+        with pytest.raises(Unavailable, match="out of memory, say"):  # whoever comes later
+            await asyncio.wait_for(thread.metrics(), 20)
+        thread.stop()
+        with pytest.raises(Unavailable, match="has stopped"):
+            await asyncio.wait_for(thread.metrics(), 20)
+
+    async def first_event(thread: EngineThread) -> None:
+        gone = asyncio.new_event_loop()
+        gone.close()
+        thread._inbox.put(_Add(Ticket([Request("other", [1])], gone)))  # a loop that closed meanwhile
+        with thread.opened([Request("it", [1])]) as ticket:
+            await anext(ticket)
+
+    asyncio.run(ask(first_event))
+    asyncio.run(ask(lambda thread: thread.metrics()))
 
 
 def test_an_addition_that_fails_beyond_refusal_is_told_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final
@@ -128,7 +128,7 @@ class EngineThread:
         self._engine = engine
         self._instruments = instruments
         self._max_open = max_open
-        self._log = log or (lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
+        self._log_to = log or (lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvcache-engine", daemon=True)
         self._tickets: dict[str, Ticket] = {}  # the engine thread's
@@ -180,9 +180,11 @@ class EngineThread:
                 self._inbox.put(_Abort(ticket.unfinished))
 
     async def metrics(self) -> Metrics:
-        """The engine's counters, taken between two steps. Raises `Unavailable` after a failure."""
+        """The engine's counters, taken between two steps. Raises `Unavailable` after a failure, and after the end."""
         answer: Future[Metrics] = Future()
         self._inbox.put(_Ask(answer))
+        if not self._thread.is_alive():
+            self._decline_the_rest()
         return await asyncio.wrap_future(answer)
 
     def refuse(self) -> None:
@@ -211,6 +213,35 @@ class EngineThread:
         self._inbox.put(_Stop())
         if self._thread.ident is not None:
             self._thread.join()
+        self._decline_the_rest()
+
+    def _decline_the_rest(self) -> None:
+        """Answer what came when the thread had ended, or was about to."""
+        with suppress(queue.Empty):
+            while True:
+                self._decline(self._inbox.get_nowait(), Unavailable("the server has stopped", "stopping"))
+
+    # --- both sides' --------------------------------------------------------------------------------------------------
+
+    def _log(self, text: str) -> None:
+        """Tell the operator, if he can be told: a broken stderr must not end the service, nor keep an error back."""
+        with suppress(Exception):
+            self._log_to(text)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, items: list[tuple[Ticket, Event | Exception]]) -> None:
+        def arrive() -> None:
+            for ticket, item in items:
+                ticket.arrive(item)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+            loop.call_soon_threadsafe(arrive)
+
+    def _decline(self, command: _Command, why: Unavailable) -> None:
+        """Tell who has put a command that it is not executed."""
+        if isinstance(command, _Add):
+            self._tell(command.ticket.loop, [(command.ticket, why)])
+        elif isinstance(command, _Ask) and command.answer.set_running_or_notify_cancel():
+            command.answer.set_exception(why)
 
     # --- the engine thread's side -------------------------------------------------------------------------------------
 
@@ -244,7 +275,11 @@ class EngineThread:
     def _execute(self, command: _Add | _Abort | _Ask) -> None:
         if isinstance(command, _Ask):
             if command.answer.set_running_or_notify_cancel():
-                command.answer.set_result(deepcopy(self._engine.metrics()))  # the engine goes on counting
+                try:
+                    command.answer.set_result(deepcopy(self._engine.metrics()))  # the engine goes on counting
+                except Exception as error:
+                    command.answer.set_exception(_failure(error))
+                    raise
         elif isinstance(command, _Abort):
             for id in command.ids:
                 if self._tickets.pop(id, None) is not None:
@@ -289,24 +324,16 @@ class EngineThread:
         for loop, items in told.items():
             self._tell(loop, items)
 
-    def _tell(self, loop: asyncio.AbstractEventLoop, items: list[tuple[Ticket, Event | Exception]]) -> None:
-        def arrive() -> None:
-            for ticket, item in items:
-                ticket.arrive(item)
-
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(arrive)
-
     def _fail(self, error: Exception) -> None:
         """Serve nobody any more: tell those under way, and everybody who comes, until told to stop."""
-        report = f"the engine has stopped: {type(error).__name__}: {error}"
-        self._unavailable = Unavailable(report, "engine_failed")
-        self._log(f"kvcache: {report}\n{''.join(traceback.format_exception(error))}")
+        self._unavailable = _failure(error)
         for ticket in set(self._tickets.values()):
-            self._tell(ticket.loop, [(ticket, Unavailable(report, "engine_failed"))])
+            self._tell(ticket.loop, [(ticket, _failure(error))])
         self._tickets.clear()
+        self._log(f"kvcache: {self._unavailable}\n{''.join(traceback.format_exception(error))}")
         while not isinstance(command := self._inbox.get(), _Stop):
-            if isinstance(command, _Add):
-                self._tell(command.ticket.loop, [(command.ticket, Unavailable(report, "engine_failed"))])
-            elif isinstance(command, _Ask) and command.answer.set_running_or_notify_cancel():
-                command.answer.set_exception(Unavailable(report, "engine_failed"))
+            self._decline(command, _failure(error))
+
+
+def _failure(error: Exception) -> Unavailable:
+    return Unavailable(f"the engine has stopped: {type(error).__name__}: {error}", "engine_failed")
