@@ -132,9 +132,9 @@ def test_a_bias_forbids_a_token_and_one_beyond_the_vocabulary_is_refused(served:
     plain = served.text(PROMPT, max_tokens=4)
     biased = served.text(PROMPT, max_tokens=4, logit_bias={str(ord(plain[0]) - 32): -100})
     assert biased and biased[0] != plain[0]
-    answer = served.post("/v1/completions", prompt=PROMPT, logit_bias={"99": 1})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert "names token 99" in answer.json()["error"]["message"]
+    error = served.post("/v1/completions", prompt=PROMPT, logit_bias={"99": 1}).json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "logit_bias")
+    assert error["message"] == "logit_bias: token id 99 is not in the vocabulary of 99"
 
 
 def test_beams_are_the_engines(served: Served) -> None:
@@ -373,10 +373,29 @@ def test_a_cache_smaller_than_the_context_is_told_and_bounds_prompts() -> None:
         assert whole.json()["usage"]["total_tokens"] == most
 
 
-def test_more_choices_than_sequences_are_refused(served: Served) -> None:
-    answer = served.post("/v1/completions", prompt="x", n=5)
-    assert answer.status_code == 400
-    assert "5" in answer.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 5}, "n"),
+        ({"best_of": 5}, "best_of"),
+        ({"n": 5, "use_beam_search": True}, "n"),
+        ({"n": 2, "best_of": 6, "use_beam_search": True}, "best_of"),
+        ({"n": 3, "prompt": ["x"] * 128}, "prompt"),
+    ],
+)
+def test_more_choices_than_can_be_computed_are_refused(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = served.post("/v1/completions", **{"prompt": "x", **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
+    option = "--max-open" if param == "prompt" else "--max-sequences"
+    assert option in error["message"] and "cmpl-" not in error["message"]
+
+
+def test_a_prompt_beyond_what_beams_have_each_is_refused_without_the_engines_name_for_it() -> None:
+    with serving.serving(kv_bytes=100_000) as served:
+        error = served.post("/v1/completions", prompt="x" * 64, n=4, use_beam_search=True).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "divided among 4 beams" in error["message"] and "cmpl-" not in error["message"]
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(served: Served) -> None:
@@ -444,7 +463,7 @@ def test_when_too_many_are_under_way_others_are_told_to_wait() -> None:
         eventually(lambda: served.post("/v1/completions", prompt="x").status_code == 200)
         never = served.post("/v1/completions", prompt=["x", "y"], n=3)
         assert (never.status_code, never.json()["error"]["type"]) == (400, "invalid_request_error")
-        assert "6 completions, and at most 4" in never.json()["error"]["message"]
+        assert "6 completions are asked for, and at most 4" in never.json()["error"]["message"]
 
 
 def test_beyond_the_bound_of_connections_the_answer_is_json_of_the_right_wire() -> None:

@@ -225,6 +225,11 @@ class Engine:
         """Tokens of the longest request: the model's context, or less when the cache is smaller; None: any number."""
         return self._limit(1, 0)[0]
 
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that run at a time, and so outputs of one request."""
+        return self._core.scheduler.max_sequences
+
     def usage(self) -> Usage:
         """What the cache holds; `num_free_blocks` are those that can be had, cached ones included."""
         self._check_open()

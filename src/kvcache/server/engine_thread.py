@@ -155,16 +155,11 @@ class EngineThread:
     def opened(self, requests: Sequence[Request]) -> Iterator[Ticket]:
         """Ask for `requests`; what is unfinished at the end of the `with` is aborted.
 
-        Raises `Unavailable` when there is no room now, and `ValueError` when there never is.
+        Raises `Unavailable` when there is no room now.
         """
         if self._unavailable is not None:
             raise self._unavailable
         ticket = Ticket(requests, asyncio.get_running_loop())
-        if ticket.num_sequences > self._max_open:
-            raise ValueError(
-                f"the request asks for {ticket.num_sequences} completions, and at most {self._max_open} may be under "
-                f"way; ask for fewer at a time, or raise the server's --max-open"
-            )
         if self.num_open + ticket.num_sequences > self._max_open:
             raise Unavailable(
                 f"{self.num_open} completions are under way or wait, and at most {self._max_open} may; try again later",

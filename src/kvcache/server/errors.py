@@ -62,8 +62,12 @@ def trouble_of(error: Exception) -> Trouble:
             return error
         case Invalid():
             return Trouble(400, str(error), fault, param=error.param, code=error.code)
-        case RequestRefused():
-            return Trouble(400, str(error), fault, code="context_length_exceeded")
+        case RequestRefused():  # its own text has the engine's name for the request
+            text = (
+                f"{error.needed} tokens are needed and {error.what} holds {error.available}; shorten the prompt, or give "
+                f"the server more --kv-bytes"
+            )
+            return Trouble(400, text, fault, code="context_length_exceeded")
         case Unavailable():
             retry = {"retry-after": "1"} if error.code == "overloaded" else None
             return Trouble(503, str(error), "server_error", code=error.code, headers=retry)

@@ -15,7 +15,10 @@ __all__ = ["ServedModel", "served_model"]
 @final
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What is told of the model. num_bytes: of its weights; capacity: tokens of the longest request, None: no bound."""
+    """What is told of the model and its engine.
+
+    num_bytes: of its weights; capacity: tokens of the longest request, None: no bound; max_sequences: that run at once.
+    """
 
     name: str
     family: str
@@ -25,6 +28,7 @@ class ServedModel:
     digest: str
     vocabulary: int
     capacity: int | None
+    max_sequences: int
     info: Mapping[str, str | int | float | bool]
 
     def is_called(self, name: str) -> bool:
@@ -55,6 +59,7 @@ def served_model(engine: Engine, name: str | None = None) -> ServedModel:
         digest=fingerprint(model),
         vocabulary=int(weights.weight.shape[0]),
         capacity=engine.capacity,
+        max_sequences=engine.max_sequences,
         info={
             "general.architecture": family,
             "general.parameter_count": int(model.num_parameters()),

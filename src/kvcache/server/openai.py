@@ -81,6 +81,7 @@ class OpenAI:
             Request(f"{id}-{number}", ids, body.params(self._shared.prompts.room(ids)), salt=body.cache_salt)
             for number, ids in enumerate(prompts)
         ]
+        self._shared.check(requests)
         replies = wire.replies_to(body, id, self._shared.model.name, int(self._shared.now().timestamp()), echoed)
         seconds = self._shared.settings.request_seconds
         if body.stream:
