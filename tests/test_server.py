@@ -651,6 +651,23 @@ def test_pages_that_call_this_machine_by_another_name_are_refused(served: Served
         assert served.client.get("/health", headers={"host": host}).status_code == status
 
 
+def test_pages_of_other_sites_have_nothing_computed(served: Served) -> None:
+    """As a simple request, which a browser sends to any address without asking first."""
+    for origin, status in [
+        ("http://localhost:3000", 200),
+        ("https://127.0.0.1", 200),
+        ("http://[::1]:80", 200),
+        ("http://evil.example", 403),
+        ("http://localhost.evil.example:8000", 403),
+        ("null", 403),
+    ]:
+        body = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 1})
+        headers = {"origin": origin, "content-type": "text/plain"}
+        answer = served.client.post("/v1/completions", content=body, headers=headers)
+        assert answer.status_code == status, origin
+        assert status == 200 or answer.json()["error"]["code"] == "forbidden_origin"
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
 def test_others_are_not_let_in_without_a_key(host: str) -> None:
     with pytest.raises(ValueError, match="--api-key"):

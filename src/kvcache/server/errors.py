@@ -6,6 +6,7 @@
 | it does not fit even alone (`RequestRefused`)     | 400    | context_length_exceeded                 |
 | no or a wrong key                                 | 401    | invalid_api_key                         |
 | another host's name (DNS rebinding)               | 403    | forbidden_host                          |
+| a page of another site                            | 403    | forbidden_origin                        |
 | no such path or model                             | 404    | not_found, model_not_found              |
 | another method                                    | 405    | method_not_allowed                      |
 | the body did not come                             | 408    | body_timeout                            |

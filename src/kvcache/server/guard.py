@@ -1,8 +1,9 @@
 """Before any endpoint: who may ask, and how much may be sent. An ASGI middleware; the application gets a whole body.
 
-Without a key a server on loopback must still not serve the pages of a browser that was told that evil.example is
-127.0.0.1: the `Host` must name this machine. Bodies that are refused are read to their end, up to a cap, since a client
-that is still sending does not read its answer.
+Without a key a server on loopback must still not serve every page that a browser of this machine shows. One that was
+told that evil.example is 127.0.0.1 gives that name: the `Host` must name this machine. One that asks 127.0.0.1 itself
+cannot read the answer, yet would have it computed: its `Origin`, which only browsers send, must be of this machine, too.
+Bodies that are refused are read to their end, up to a cap, since a client that is still sending does not read its answer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Gone(Exception):
 
 @final
 class Guard:
-    """Checks host, key and size of each request, and counts the answers. num_connections: that are open now."""
+    """Checks host, origin, key and size of each request, and counts the answers. num_connections: that are open now."""
 
     def __init__(
         self, app: ASGIApp, settings: Settings, instruments: Instruments, num_connections: Callable[[], int]
@@ -83,10 +84,15 @@ class Guard:
     def _objection(self, scope: Scope) -> Trouble | None:
         headers, settings = Headers(scope=scope), self._settings
         if settings.api_key is None:
-            host = headers.get("host", settings.host)
-            if settings.is_loopback and not is_local(_host_alone(host)):
+            if not settings.is_loopback:
+                return None
+            host, origin = headers.get("host", settings.host), headers.get("origin")
+            if not is_local(_host_alone(host)):
                 message = f"the host is {host[:100]!r}; without a key this server answers to the names of this machine"
                 return Trouble(403, message, "permission_error", code="forbidden_host")
+            if origin is not None and not is_local(_host_alone(origin.rpartition("://")[2])):
+                message = f"the origin is {origin[:100]!r}; without a key this server answers to pages of this machine"
+                return Trouble(403, message, "permission_error", code="forbidden_origin")
             return None
         if scope["path"] in _OPEN_TO_ALL:
             return None

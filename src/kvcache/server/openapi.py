@@ -14,7 +14,7 @@ _REF = "#/components/schemas/{model}"
 _FAILURES = {
     "400": "the body is wrong; the message names the field",
     "401": "no or a wrong key",
-    "403": "the host is not this machine",
+    "403": "the host, or the page that asks, is not of this machine",
     "404": "no such model",
     "408": "the body did not come in time",
     "413": "the body is too large",
