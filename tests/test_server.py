@@ -215,6 +215,7 @@ def test_a_context_is_not_followed_by_the_beginning_of_a_text() -> None:
 def test_a_generate_without_a_prompt_only_loads(served: Served) -> None:
     assert served.post("/api/generate").json()["done_reason"] == "load"
     assert served.post("/api/chat", messages=[]).json()["done_reason"] == "load"
+    assert served.post("/api/chat", messages=[], keep_alive=0).json()["done_reason"] == "unload"
 
 
 def test_models(served: Served) -> None:

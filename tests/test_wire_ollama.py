@@ -33,6 +33,7 @@ def generate_body(**fields: Any) -> Any:
             {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0.5},
             {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.5},
         ),
+        ({"top_p": 0}, {"top_p": 1.0, "top_k": 1}),
         ({"temperature": None, "top_k": None, "top_p": None, "num_keep": None}, {}),
         ({"seed": 5}, {"seed": 5}),
         ({"seed": -1}, {}),
@@ -65,7 +66,6 @@ def test_fields_of_the_body_become_sampling_parameters() -> None:
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"suffix": "x"}, "suffix"),
         ({"images": ["aGk="]}, "images"),
-        ({"truncate": True}, "truncate"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": {"tfs_z": 0.5}}, "options.tfs_z"),
         ({"options": {"repeat_last_n": 64}}, "options.repeat_last_n"),
@@ -82,6 +82,7 @@ def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], name: str
     [
         {"format": "", "think": False, "template": "", "suffix": "", "images": [], "keep_alive": "5m"},
         {"keep_alive": 0, "truncate": False, "context": [], "system": ""},
+        {"keep_alive": "-1h30.5m", "truncate": True},
     ],
 )
 def test_fields_that_ask_for_nothing_pass(fields: dict[str, Any]) -> None:
@@ -101,6 +102,8 @@ def test_fields_that_ask_for_nothing_pass(fields: dict[str, Any]) -> None:
         {"stream": "yes"},
         {"raw": True, "system": "x"},
         {"top_logprobs": 3},
+        {"keep_alive": "abc"},
+        {"keep_alive": "5"},
         {"model": ""},
     ],
 )
@@ -159,6 +162,10 @@ def test_lines_of_a_chat() -> None:
     assert "context" not in lines[1]
 
 
-def test_a_body_without_a_prompt_only_loads() -> None:
-    answer = ollama.GenerateResponse.model_validate(loaded_reply(False, "m", NOW))
-    assert (answer.response, answer.done, answer.done_reason) == ("", True, "load")
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"), [(None, "load"), ("5m", "load"), (-1, "load"), (0, "unload"), ("0m0s", "unload")]
+)
+def test_a_body_without_a_prompt_only_loads(keep_alive: Any, reason: str) -> None:
+    unloads = generate_body(keep_alive=keep_alive).unloads
+    answer = ollama.GenerateResponse.model_validate(loaded_reply(False, "m", NOW, unloads=unloads))
+    assert (answer.response, answer.done, answer.done_reason) == ("", True, reason)

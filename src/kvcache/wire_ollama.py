@@ -12,6 +12,8 @@ Options and their defaults are Ollama's, with these differences, none of them si
 | `mirostat`, `tfs_z`, `typical_p`, ...   | refused, unless they have the value that turns them off                 |
 | `num_ctx`, `num_gpu`, `num_thread`, ... | how a model is loaded: the server decided that when it started          |
 | `shift` (of the body)                   | false where not given (theirs: true)                                    |
+| `truncate` (of the body)                | without effect: a prompt that is too long is refused (theirs: cut)      |
+| `keep_alive` (of the body)              | without effect: the model stays as long as the server                   |
 
 Values only: no I/O, and the time is passed in. Source of the shapes: Ollama's `docs/api.md`, the models of the `ollama`
 package.
@@ -19,6 +21,7 @@ package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias, cast, final
@@ -57,6 +60,10 @@ __all__ = [
 Int: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
+Duration: TypeAlias = Annotated[
+    str, Field(pattern=r"^[+-]?(0|(([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h))+)$", max_length=100)
+]
+"""As Go writes it: "5m", "1h30m", "-1s"."""
 
 
 @final
@@ -66,7 +73,7 @@ class Options(Body):
     num_predict: Int | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.8
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 40
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 0.9
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = 0.9
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
@@ -99,7 +106,7 @@ class Options(Body):
 
 
 class _Common(Body):
-    """The fields that both endpoints have. `keep_alive` is without effect: the model stays as long as the server."""
+    """The fields that both endpoints have. keep_alive: seconds, or a text like "5m"."""
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = True
@@ -107,11 +114,17 @@ class _Common(Body):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     shift: bool | None = False
-    keep_alive: float | str | None = None
+    # without effect
+    keep_alive: float | Duration | None = None
+    truncate: bool | None = None
     # refused by name
     format: Annotated[Any, Refused()] = None
     think: Annotated[Any, Refused((False,))] = None
-    truncate: Annotated[Any, Refused((False,))] = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model shall leave memory, in Ollama's words: a `keep_alive` of 0, such as "0s"."""
+        return self.keep_alive is not None and not re.search("[1-9]", str(self.keep_alive))
 
     def params(self, room: int) -> SamplingParams:
         """How to sample. `room`: tokens that fit after the prompt, the bound where the body has none."""
@@ -122,8 +135,8 @@ class _Common(Body):
         return SamplingParams(
             max_tokens=wanted if wanted > 0 else room,
             temperature=0.8 if given.temperature is None else given.temperature,
-            top_p=0.9 if given.top_p is None else given.top_p,
-            top_k=max(40 if given.top_k is None else given.top_k, 0),
+            top_p=0.9 if given.top_p is None else given.top_p or 1.0,
+            top_k=1 if given.top_p == 0 else max(40 if given.top_k is None else given.top_k, 0),
             min_p=given.min_p or 0.0,
             seed=None if given.seed is None or given.seed < 0 else given.seed,
             stop=stop,
@@ -252,7 +265,7 @@ class _Answer(TypedDict):
     model: str
     created_at: str
     done: bool
-    done_reason: NotRequired[Literal["stop", "length", "load"]]
+    done_reason: NotRequired[Literal["stop", "length", "load", "unload"]]
     total_duration: NotRequired[int]
     load_duration: NotRequired[int]
     prompt_eval_count: NotRequired[int]
@@ -414,10 +427,10 @@ def final_reply(
     return line
 
 
-def loaded_reply(is_chat: bool, model: str, now: datetime) -> GenerateReply | ChatReply:
-    """The answer to a body without a prompt: the model is there."""
+def loaded_reply(is_chat: bool, model: str, now: datetime, *, unloads: bool = False) -> GenerateReply | ChatReply:
+    """The answer to a body without a prompt, which only loads the model, or `unloads` it."""
     line = _line(is_chat, model, now, "", done=True)
-    line["done_reason"] = "load"
+    line["done_reason"] = "unload" if unloads else "load"
     return line
 
 

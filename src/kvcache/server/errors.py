@@ -65,8 +65,8 @@ def trouble_of(error: Exception) -> Trouble:
             return Trouble(400, str(error), fault, param=error.param, code=error.code)
         case RequestRefused():  # its own text has the engine's name for the request
             text = (
-                f"{error.needed} tokens are needed and {error.what} holds {error.available}; shorten the prompt, or give "
-                f"the server more --kv-bytes"
+                f"{error.needed} tokens are needed and {error.what} holds {error.available}; shorten the prompt, or "
+                f"give the server more --kv-bytes"
             )
             return Trouble(400, text, fault, code="context_length_exceeded")
         case Unavailable():

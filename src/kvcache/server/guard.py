@@ -2,8 +2,9 @@
 
 Without a key a server on loopback must still not serve every page that a browser of this machine shows. One that was
 told that evil.example is 127.0.0.1 gives that name: the `Host` must name this machine. One that asks 127.0.0.1 itself
-cannot read the answer, yet would have it computed: its `Origin`, which only browsers send, must be of this machine, too.
-Bodies that are refused are read to their end, up to a cap, since a client that is still sending does not read its answer.
+cannot read the answer, yet would have it computed: its `Origin`, which only browsers send, must be of this machine too.
+Bodies that are refused are read to their end, up to a cap, since a client that is still sending does not read its
+answer.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Ollama:
         body = wire.parse_generate(await http.body())
         self._check_model(body.model)
         if not body.prompt and not body.context:
-            return self._loaded(is_chat=False)
+            return self._loaded(body)
         prompts, prompt = self._shared.prompts, body.prompt or ""
         before = await prompts.of_ids(body.context, "context") if body.context else []
         if body.raw or not prompts.template or not prompt:
@@ -91,12 +91,13 @@ class Ollama:
         body = wire.parse_chat(await http.body())
         self._check_model(body.model)
         if not body.messages:
-            return self._loaded(is_chat=True)
+            return self._loaded(body)
         ids = await self._shared.prompts.of_chat(body.messages, continues=True)
         return await self._answer(http, body, ids, returns_context=False)
 
-    def _loaded(self, *, is_chat: bool) -> Response:
-        return json_response(wire.loaded_reply(is_chat, self._shared.model.name, self._shared.now()))
+    def _loaded(self, body: wire.GenerateBody | wire.OllamaChatBody) -> Response:
+        is_chat, name = isinstance(body, wire.OllamaChatBody), self._shared.model.name
+        return json_response(wire.loaded_reply(is_chat, name, self._shared.now(), unloads=body.unloads))
 
     def _check_model(self, name: str) -> None:
         if not self._shared.model.is_called(name):

@@ -42,8 +42,8 @@ Prompt: TypeAlias = (
 class StreamOptions(Body):
     """include_usage: a last chunk tells what the request cost. include_obfuscation: padding; we never send any."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = False
 
 
 class _Common(Body):
@@ -56,7 +56,7 @@ class _Common(Body):
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
     seed: Int64 | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = 1.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     logit_bias: Bias | None = None
@@ -78,12 +78,17 @@ class _Common(Body):
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with what the request cost."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def num_choices(self) -> int:
         """Completions of each prompt."""
         return self.n or 1
+
+    def check_stream(self) -> None:
+        """Raises `Invalid` for what is said of a stream where none is asked for."""
+        if self.stream_options is not None and not self.stream:
+            raise Invalid("stream_options is for streams only; set stream, or leave it out", "stream_options")
 
     def check_beams(self) -> None:
         """Raises `Invalid` for what does not go with beam search, or only with it."""
@@ -105,8 +110,8 @@ class _Common(Body):
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0 if searches else _or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=max(self.top_k or 0, 0),
+            top_p=self.top_p or 1.0,
+            top_k=1 if self.top_p == 0 else max(self.top_k or 0, 0),  # a share of 0: the likeliest token alone
             min_p=self.min_p or 0.0,
             seed=self.seed,
             stop=stop,
@@ -239,6 +244,7 @@ def parse_completion(raw: bytes) -> CompletionBody:
         )
     if body.stream and body.best_of not in (None, body.num_choices):
         raise Invalid("best_of cannot be streamed: the best is known at the end; set stream to false", "best_of")
+    body.check_stream()
     body.check_beams()
     if body.echo and body.logprobs is not None:
         raise Invalid(
@@ -252,5 +258,6 @@ def parse_chat(raw: bytes) -> ChatBody:
     body = parse(ChatBody, raw)
     if body.top_logprobs and not body.logprobs:
         raise Invalid(f"top_logprobs is {body.top_logprobs} and logprobs is not true; set it", "top_logprobs")
+    body.check_stream()
     body.check_beams()
     return body
