@@ -291,7 +291,7 @@ def test_a_reader_that_leaves_a_stream_frees_its_blocks(served: Served) -> None:
         assert served.metrics()["kvcache_blocks{member=Full(),state=held}"] > 0
     eventually(served.is_idle)
     after = served.metrics()
-    assert after["kvcache_outputs_total{reason=abort}"] == before.get("kvcache_outputs_total{reason=abort}", 0) + 1
+    assert after["kvcache_outputs_total{reason=abort}"] == before.get("kvcache_outputs_total{reason=abort}", 0) + 4
     assert after["kvcache_generated_tokens_total"] - before["kvcache_generated_tokens_total"] < 4 * LONG
 
 
@@ -395,6 +395,7 @@ def test_more_choices_than_can_be_computed_are_refused(served: Served, fields: d
 def test_a_prompt_beyond_what_beams_have_each_is_refused_without_the_engines_name_for_it() -> None:
     with serving.serving(kv_bytes=100_000) as served:
         error = served.post("/v1/completions", prompt="x" * 64, n=4, use_beam_search=True).json()["error"]
+        assert served.metrics()["kvcache_outputs_total{reason=refused}"] == 4
         assert error["code"] == "context_length_exceeded"
         assert "divided among 4 beams" in error["message"] and "cmpl-" not in error["message"]
 
@@ -583,6 +584,21 @@ def test_unknown_paths_methods_and_models(served: Served) -> None:
     assert served.client.post("/v1/completions", json={"model": "gpt", "prompt": "x"}).status_code == 404
     assert "not found" in served.client.post("/api/chat", json={"model": "gpt", "messages": []}).json()["error"]
     assert served.client.post("/api/show", json={"model": f"{NAME}:latest"}).status_code == 200
+
+
+def test_the_description_is_of_everything_that_is_served(served: Served) -> None:
+    description = served.client.get("/openapi.json").json()
+    paths, bodies = description["paths"], description["components"]["schemas"]
+    assert {"/", "/health", "/metrics", "/openapi.json", "/v1/completions", "/api/chat"} < paths.keys()
+    assert len(paths) == len(served.server.app.routes)
+    assert all({"405", "500"} < each["responses"].keys() for path in paths.values() for each in path.values())
+    assert bodies["CompletionBody"]["properties"]["model"]["enum"] == [NAME, f"{NAME}:latest"]
+    assert [bodies["CompletionBody"]["properties"][name]["anyOf"][0]["maximum"] for name in ("n", "best_of")] == [4, 4]
+    for path in ("/", "/health", "/metrics", "/openapi.json"):
+        call = schemathesis.openapi.from_dict(description)[path]["GET"].Case()
+        call.call_and_validate(
+            base_url=served.server.url, checks=[status_code_conformance, response_schema_conformance], timeout=20
+        )
 
 
 def test_broken_http_does_not_hurt(served: Served) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NotRequired, final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from kvcache import wire_ollama, wire_openai
 from kvcache.errors import KVCacheError
@@ -40,6 +41,13 @@ class _Endpoint:
 
     operation: Operation
     answer: Callable[[HttpRequest], Awaitable[Any]]
+
+
+class _Health(TypedDict):
+    """status: "ok", or the code of what is wrong, which the report tells."""
+
+    status: str
+    report: NotRequired[str]
 
 
 @final
@@ -79,23 +87,16 @@ def application(
     shared: Shared, instruments: Instruments, version: str, lifespan: Lifespan, num_connections: Callable[[], int]
 ) -> Starlette:
     """The ASGI application. `lifespan` starts and stops what `shared` holds; num_connections: that are open now."""
-    endpoints = _endpoints(shared, version)
-    description = described([each.operation for each in endpoints], shared.model.name, version)
+    description: dict[str, Any] = {}
+    endpoints = [*_page_endpoints(_Pages(shared, instruments, description)), *_endpoints(shared, version)]
+    description.update(described([each.operation for each in endpoints], shared.model, version))
 
     async def failed(http: HttpRequest, error: Exception) -> Response:
         trouble = nowhere(error, http) if isinstance(error, HTTPException) else trouble_of(error)
         return error_response(trouble, http.url.path)
 
-    pages = _Pages(shared, instruments, description)
-    routes = [
-        Route("/", pages.root),
-        Route("/health", pages.health),
-        Route("/metrics", pages.metrics),
-        Route("/openapi.json", pages.openapi),
-        *(Route(each.operation.path, each.answer, methods=[each.operation.method]) for each in endpoints),
-    ]
     app = Starlette(
-        routes=routes,
+        routes=[Route(each.operation.path, each.answer, methods=[each.operation.method]) for each in endpoints],
         middleware=[
             Middleware(Guard, settings=shared.settings, instruments=instruments, num_connections=num_connections)
         ],
@@ -104,6 +105,18 @@ def application(
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _page_endpoints(pages: _Pages) -> Sequence[_Endpoint]:
+    def get(path: str, answer: Any, reply: Any, media: str = "application/json", error: Any = None) -> _Endpoint:
+        return _Endpoint(Operation("GET", path, None, reply, error or wire_openai.ErrorReply, media=media), answer)
+
+    return [
+        get("/", pages.root, str, "text/plain"),
+        get("/health", pages.health, _Health, error=_Health | wire_openai.ErrorReply),
+        get("/metrics", pages.metrics, str, "text/plain"),
+        get("/openapi.json", pages.openapi, dict[str, Any]),
+    ]
 
 
 def _endpoints(shared: Shared, version: str) -> Sequence[_Endpoint]:

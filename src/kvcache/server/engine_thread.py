@@ -65,6 +65,7 @@ class Ticket:
         self.num_sequences = sum(request.params.num_sequences for request in requests)
         self.loop = loop
         self.last_token: dict[tuple[str, int], float] = {}  # when, by request and index; the engine thread's
+        self.num_unended = {request.id: request.params.n for request in requests}  # outputs; the engine thread's
         self._numbers = {request.id: number for number, request in enumerate(requests)}
         self._unfinished = set(self._numbers)
         self._arrived: asyncio.Queue[Event | Exception] = asyncio.Queue()
@@ -277,9 +278,9 @@ class EngineThread:
                     raise
         elif isinstance(command, _Abort):
             for id in command.ids:
-                if self._tickets.pop(id, None) is not None:
+                if (ticket := self._tickets.pop(id, None)) is not None:
                     self._engine.abort(id)
-                    self._instruments.aborted()
+                    self._instruments.aborted(ticket.num_unended[id])
         else:
             self._add(command.ticket)
 
@@ -295,7 +296,7 @@ class EngineThread:
                 for other in ticket.requests:
                     if self._tickets.pop(other.id, None) is not None:
                         self._engine.abort(other.id)
-                self._instruments.refused()
+                self._instruments.refused(sum(ticket.num_unended.values()))
                 self._tell(ticket.loop, [(ticket, error)])
                 return
 
@@ -313,6 +314,7 @@ class EngineThread:
                 ticket.last_token[place] = now
             else:
                 self._instruments.finished(event.completion)
+                ticket.num_unended[event.request_id] -= 1
                 if event.is_last:
                     del self._tickets[event.request_id]
             told.setdefault(ticket.loop, []).append((ticket, event))

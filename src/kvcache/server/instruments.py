@@ -70,13 +70,13 @@ class Instruments:
         if completion.token_ids:
             self._first.observe(completion.time_to_first_token)
 
-    def refused(self) -> None:
+    def refused(self, num_outputs: int) -> None:
         """The engine refused a request."""
-        self._ended.labels("refused").inc()
+        self._ended.labels("refused").inc(num_outputs)
 
-    def aborted(self) -> None:
-        """A client went away, or its time was over."""
-        self._ended.labels("abort").inc()
+    def aborted(self, num_outputs: int) -> None:
+        """A client went away, or its time was over, before so many outputs had ended."""
+        self._ended.labels("abort").inc(num_outputs)
 
     def answered(self, status: int) -> None:
         """An HTTP answer began."""

@@ -31,9 +31,15 @@ class ServedModel:
     max_sequences: int
     info: Mapping[str, str | int | float | bool]
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """What clients may call it. Ollama's add `:latest`."""
+        name = self.name.removesuffix(":latest")
+        return name, f"{name}:latest"
+
     def is_called(self, name: str) -> bool:
-        """Whether a client means this model. Ollama's clients add `:latest`."""
-        return name.removesuffix(":latest") == self.name.removesuffix(":latest")
+        """Whether a client means this model."""
+        return name in self.names
 
     @property
     def parameter_size(self) -> str:

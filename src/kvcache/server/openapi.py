@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from kvcache.server.model import ServedModel
+
 __all__ = ["Operation", "described"]
 
 _REF = "#/components/schemas/{model}"
@@ -16,14 +18,19 @@ _FAILURES = {
     "401": "no or a wrong key",
     "403": "the host, or the page that asks, is not of this machine",
     "404": "no such model",
+    "405": "another method",
     "408": "the body did not come in time",
     "413": "the body is too large",
+    "500": "something nobody thought of",
     "503": "too many requests wait, the time is over, or the server is stopping",
 }
 
 
 class Operation(NamedTuple):
-    """One method of one path. body: None where there is none. stream: the media type of a streamed answer."""
+    """One method of one path. body: None where there is none. stream: the media type of a streamed answer.
+
+    media: the type of the whole one.
+    """
 
     method: str
     path: str
@@ -31,10 +38,11 @@ class Operation(NamedTuple):
     reply: Any
     error: Any
     stream: str | None = None
+    media: str = "application/json"
 
 
-def described(operations: Sequence[Operation], model: str, version: str) -> dict[str, Any]:
-    """The document. `model`: the name that bodies must give."""
+def described(operations: Sequence[Operation], model: ServedModel, version: str) -> dict[str, Any]:
+    """The document. Of `model`: the names that bodies may give, and the outputs of one prompt."""
     inputs: list[tuple[str, Any, TypeAdapter[Any]]] = []
     for each in operations:
         if each.body is not None:
@@ -46,7 +54,11 @@ def described(operations: Sequence[Operation], model: str, version: str) -> dict
     components: dict[str, Any] = definitions.get("$defs", {})
     for name, schema in components.items():
         if name.endswith("Body") and "model" in schema["properties"]:
-            schema["properties"]["model"] = {"type": "string", "enum": [model]}
+            schema["properties"]["model"] = _name(model)
+        for several in ("n", "best_of"):
+            for each in schema.get("properties", {}).get(several, {}).get("anyOf", ()):
+                if "maximum" in each:
+                    each["maximum"] = min(each["maximum"], model.max_sequences)
     paths: dict[str, Any] = {}
     for each in operations:
         path = each.path.replace(":path}", "}")
@@ -60,9 +72,13 @@ def described(operations: Sequence[Operation], model: str, version: str) -> dict
     }
 
 
-def _operation(operation: Operation, schemas: dict[str, Any], model: str) -> dict[str, Any]:
+def _name(model: ServedModel) -> dict[str, Any]:
+    return {"type": "string", "enum": list(model.names)}
+
+
+def _operation(operation: Operation, schemas: dict[str, Any], model: ServedModel) -> dict[str, Any]:
     error = {"application/json": {"schema": schemas[f"{operation.path} error"]}}
-    answers: dict[str, Any] = {"application/json": {"schema": schemas[f"{operation.path} reply"]}}
+    answers: dict[str, Any] = {operation.media: {"schema": schemas[f"{operation.path} reply"]}}
     if operation.stream:
         answers[operation.stream] = {"schema": {}}  # 3.1 cannot describe the items of a stream
     made: dict[str, Any] = {
@@ -77,7 +93,5 @@ def _operation(operation: Operation, schemas: dict[str, Any], model: str) -> dic
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if "{name" in operation.path:
         made["operationId"] += "_name"
-        made["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "enum": [model]}}
-        ]
+        made["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": _name(model)}]
     return made
