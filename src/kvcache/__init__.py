@@ -17,7 +17,7 @@ from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
 
 if TYPE_CHECKING:
     from kvcache.engine import Engine
-    from kvcache.request import Completion, Finished, Request, SamplingParams, Token
+    from kvcache.request import Completion, Finished, Request, RequestRefused, SamplingParams, Token
 
 __all__ = [
     "Appended",
@@ -45,6 +45,7 @@ __all__ = [
     "PackedView",
     "RecurrentCache",
     "Request",
+    "RequestRefused",
     "SamplingParams",
     "SequenceUsage",
     "SequenceView",
@@ -62,6 +63,7 @@ _LAZY = {
     "Engine": "kvcache.engine",
     "Finished": "kvcache.request",
     "Request": "kvcache.request",
+    "RequestRefused": "kvcache.request",
     "SamplingParams": "kvcache.request",
     "Token": "kvcache.request",
 }
@@ -69,6 +71,8 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     """What needs more than NumPy, or is needed with it only, is imported on first use."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("kvcache")
     if name not in _LAZY:
         raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
     with needing("hf", f"kvcache.{name}"):

@@ -10,6 +10,9 @@ What a correct caller must be ready for has a class of its own, all under `KVCac
 | `CorruptState` | ours: a bug         | stop; report it with the message                       |
 | `CorruptEntry` | the stored entry's  | drop the entry (a file, a remote block), recompute     |
 
+Two more are where they are raised: `kvcache.RequestRefused` by an engine (not even alone does the request fit), and
+`kvcache.hf.ModelNotFound` by `load`.
+
 A failed operation has changed nothing.
 """
 
