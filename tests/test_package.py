@@ -4,6 +4,7 @@ Import tests run in a fresh interpreter, since this one has long imported everyt
 (no test is timed): `python -X importtime -c "import kvcache"` shows them, and `docs/index.md` says how to read it.
 """
 
+import importlib.metadata
 import subprocess
 import sys
 import tomllib
@@ -110,6 +111,7 @@ def test_pure_module_loads_no_tensor_library(module: str) -> None:
 
 def test_typed_and_installed_as_such() -> None:
     assert (Path(kvcache.__file__).parent / "py.typed").is_file()
+    assert kvcache.__version__ == importlib.metadata.version("kvcache")
 
 
 def test_numpy_is_the_only_requirement() -> None:
