@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from engines import assert_empty, check_greedy, drained, engine_for, tree
 from families import FAMILIES, VOCABULARY
 from kvcache import NotSupported, Request, SamplingParams
-from kvcache.engine.drafts import Drafter
+from kvcache.engine.drafts import Drafter, DraftModel
 from kvcache.engine.shift import num_discarded
+from kvcache.hf.runner import Work
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
@@ -77,6 +79,37 @@ def test_sixteen_drafts_one_accepted_and_none_published() -> None:
         assert set(engine.prefixes.index.keys) == before  # 18 tokens are computed: no block more than the prompt's four
         engine.check()
         assert drained(engine)["it"].token_ids == plain[:20]
+        assert_empty(engine)
+
+
+@pytest.mark.parametrize("lacks", ["words", "positions", "room"])
+def test_what_the_draft_cannot_read_decodes_without_guesses(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no work for the draft, and beside one that keeps its guesses."""
+    draft = FAMILIES["llama"].build()
+    if lacks == "words":
+        draft.resize_token_embeddings(VOCABULARY - 9)
+    elif lacks == "positions":
+        draft.config.max_position_embeddings = 24
+    else:
+        monkeypatch.setattr("kvcache.engine.build.DRAFT_TOKENS", 24)
+    prompts = [list(range(5, 12)), [*range(VOCABULARY - 30, VOCABULARY - 1)]]
+    with engine_for("llama") as engine:
+        plain = [done.token_ids for done in engine.generate(prompts, max_tokens=12, ignore_eos=True)]
+    with engine_for("llama", draft=draft) as engine:
+        drafter = engine._core.drafter
+        assert isinstance(drafter, DraftModel)
+        fed: list[int] = []
+        forward = drafter._runner.forward
+
+        def watched(works: Sequence[Work]) -> Any:
+            fed.extend(work.sequence for work in works)
+            return forward(works)
+
+        monkeypatch.setattr(drafter._runner, "forward", watched)
+        guessed = [done.token_ids for done in engine.generate(prompts, max_tokens=12, ignore_eos=True)]
+        assert guessed == plain
+        assert set(fed) == {0}
+        assert engine.counts.num_drafts_accepted
         assert_empty(engine)
 
 

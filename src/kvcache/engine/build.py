@@ -59,7 +59,7 @@ def core(loaded: Loaded, options: Options) -> Core:
     members = members_of(layout, size)
     limits = {"max_sequences": options.max_sequences, "max_batch": max(options.max_batch, layout.beginning)}
     shapes = memory.divide(options.num_bytes, sizes, members, max_length=length, device=model.device, **limits)
-    guesses = drafter(options.draft, dtype=options.dtype, layout=layout, model=model, max_length=length, **limits)
+    guesses = drafter(options.draft, dtype=options.dtype, layout=layout, model=model, **limits)
     cache = initialised(
         members, shapes, formats, backend_of(model), block_bytes=sizes.blocks, state_bytes=sizes.states, **limits
     )
@@ -127,7 +127,6 @@ def drafter(
     dtype: str,
     layout: Layout,
     model: Any,
-    max_length: int | None,
     max_sequences: int,
     max_batch: int,
 ) -> Drafter | None:
@@ -144,7 +143,8 @@ def drafter(
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
     device = None if isinstance(draft, PreTrainedModel) else str(model.device)
     smaller = load(draft, dtype=dtype, device=device, tokenizer=False).model
-    capacity = max(DRAFT_TOKENS if max_length is None else min(max_length, DRAFT_TOKENS), max_batch)
+    lengths = (max_length(model), max_length(smaller))
+    capacity = min(DRAFT_TOKENS, *(length for length in lengths if length is not None))
     return DraftModel(
         smaller, vocabulary=vocabulary, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch
     )

@@ -98,7 +98,8 @@ class Lookup(Drafter):
 class DraftModel(Drafter):
     """A smaller model guesses, greedily, with a cache of its own. Raises `NotSupported` for models with states.
 
-    vocabulary: of the model that checks; guesses beyond it are not made.
+    vocabulary: of the model that checks; guesses beyond it are not made. capacity: tokens for each sequence. Longer
+    contexts have no guesses, nor have those with a token that the smaller model does not know.
     """
 
     def __init__(self, model: Any, *, vocabulary: int, capacity: int, max_sequences: int, max_batch: int) -> None:
@@ -108,18 +109,30 @@ class DraftModel(Drafter):
                 f"{type(model).__name__} cannot draft: its states cannot be taken back, or it needs an encoder's; "
                 f"choose a model with attention only"
             )
-        self._vocabulary = vocabulary
+        self._vocabulary = min(vocabulary, int(model.get_input_embeddings().weight.shape[0]))
+        self._capacity = capacity
         self._max_batch = max_batch
         self._fed: dict[int, list[int]] = {}
         self._runner = Runner(
-            model, layout=layout, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch, block_size=16
+            model,
+            layout=layout,
+            capacity=max(capacity, max_batch),
+            max_sequences=max_sequences,
+            max_batch=max_batch,
+            block_size=16,
         )
 
     def propose(self, samples: Sequence[Sample], counts: Sequence[int]) -> list[list[int]]:
         drafts: dict[int, list[int]] = {sample.number: [] for sample in samples}
-        left = {sample.number: count for sample, count in zip(samples, counts, strict=True) if count > 0}
+        left: dict[int, int] = {}
+        ahead: dict[int, list[int]] = {}
         try:
-            ahead = {s.number: self._rewound(s) for s in samples if s.number in left}
+            for sample, count in zip(samples, counts, strict=True):
+                room = min(count, self._capacity + 1 - len(sample.tokens))  # the last guess is not fed
+                if room > 0:
+                    missing = self._rewound(sample)
+                    if max(missing) < self._vocabulary:
+                        left[sample.number], ahead[sample.number] = room, missing
             while ahead:
                 following = self._forward(ahead)
                 ahead = {}
@@ -129,9 +142,13 @@ class DraftModel(Drafter):
                     drafts[number].append(token)
                     if len(drafts[number]) < left[number]:
                         ahead[number] = [token]
-        except (CacheFull, NotSupported):  # guesses are a luxury: whoever has none decodes plainly
+        except BaseException as error:  # what has been fed is uncertain now
             for sample in samples:
                 self.forget(sample.number)
+            if not isinstance(
+                error, CacheFull | NotSupported
+            ):  # guesses are a luxury: without them one decodes plainly
+                raise
         return [drafts[sample.number] for sample in samples]
 
     def forget(self, number: int) -> None:
