@@ -473,6 +473,16 @@ def test_parallel_samples_share_their_prompt() -> None:
                 engine.add(Request("many", prompt, SamplingParams(n=9)))
 
 
+@pytest.mark.parametrize("options", [{"n": 3}, {"n": 2, "best_of": 3}], ids=str)
+def test_an_abort_ends_samples_that_have_not_begun(options: dict[str, int]) -> None:
+    with engine_for("llama") as engine:
+        engine.add(Request("it", [5, 6, 7], SamplingParams(temperature=1.0, **options)))
+        assert engine.abort("it")
+        ends = [(event.index, event.is_last) for event in engine.step() if isinstance(event, Finished)]
+        assert ends == [(index, index == options["n"] - 1) for index in range(options["n"])]
+        assert_empty(engine)
+
+
 def test_best_of_returns_the_likeliest() -> None:
     with engine_for("llama") as engine:
         options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.5, "seed": 4, "logprobs": 0}

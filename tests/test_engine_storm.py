@@ -6,7 +6,8 @@ Tokens, texts, log-probabilities and reasons are those of an engine with room fo
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,19 @@ import pytest
 from engines import BLOCK, assert_empty, block_bytes, media_inputs, tree, word_tokenizer
 from families import FAMILIES, one_thread
 from kvcache import Completion, Engine, Finished, Request, SamplingParams
+from kvcache.engine.beams import BeamSearch
+from kvcache.engine.core import Core
+from kvcache.engine.drafts import DraftModel
+from kvcache.engine.prefixes import Prefixes
+from kvcache.engine.sampler import greedy
+from kvcache.hf.runner import Runner
 from kvcache.request import Event, MediaInput, RequestRefused
+from kvcache.scheduler import Scheduler
+
+
+class BrokenOff(BaseException):
+    """As a KeyboardInterrupt, which would end the tests, too."""
+
 
 TOKENIZER = word_tokenizer()
 
@@ -98,7 +111,11 @@ def run(engine: Engine, requests: list[Request], chance: random.Random | None = 
                 engine.pin(pinned[-1])
             elif chance.random() < 0.2:
                 engine.prefixes.clear()
-        events: list[Event] = engine.step()
+        events: list[Event] = []
+        try:
+            events = engine.step()
+        except BrokenOff:
+            engine.check()
         for event in events:
             if isinstance(event, Finished):
                 done[event.request_id].append(event.completion)
@@ -145,6 +162,51 @@ def test_a_storm_changes_nothing(name: str, options: dict[str, Any], seed: int) 
         assert outcome(stormy[request.id]) == outcome(calm[request.id]), request
         num_compared += 1
     assert num_compared > 25
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "mamba2"])
+def test_steps_that_break_off_anywhere_change_nothing(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after a forward, while tokens are chosen, while sequences part: all go on, and publish what is right."""
+    chance, num_broken = random.Random(seed), Counter[str]()
+
+    def breaking(function: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*args: Any, **options: Any) -> Any:
+            found = function(*args, **options)
+            if is_stormy and chance.random() < 0.06:
+                num_broken[function.__name__] += 1
+                raise BrokenOff
+            return found
+
+        return broken
+
+    monkeypatch.setattr("kvcache.engine.core.greedy", breaking(greedy))
+    for owner, names in (
+        (Core, ("_accept", "_extend", "_copy", "_forked", "_advance")),
+        (Scheduler, ("admit", "computed", "fork")),
+        (DraftModel, ("_forward",)),
+        (BeamSearch, ("advance",)),
+        (Prefixes, ("adopt",)),
+        (Runner, ("forward",)),
+    ):
+        for each in names:
+            monkeypatch.setattr(owner, each, breaking(getattr(owner, each)))
+    common = {"temperature": 0.0, "max_tokens": 9}
+    kinds = ({}, {"n": 3, "repetition_penalty": 1.4}, {"num_beams": 3, "n": 2})
+    requests = [
+        Request(str(number), prompt, SamplingParams(**common, **kinds[number % 3]))
+        for number, prompt in enumerate(tree(seed, 20, 24))
+    ]
+    draft = None if FAMILIES[name].build().config.model_type in ("lfm2", "mamba2") else FAMILIES[name].build()
+    is_stormy = False
+    with engine_of(name, 400, 16) as engine:
+        calm = run(engine, requests)
+    with engine_of(name, 40, 6, draft=draft) as engine:
+        is_stormy = True
+        stormy = run(engine, requests)
+    assert len(num_broken) > 8, num_broken
+    for request in requests:
+        assert outcome(stormy[request.id]) == outcome(calm[request.id]), request
 
 
 @pytest.mark.parametrize("draft", [None, "lookup"])

@@ -2,7 +2,7 @@
 
 (Longer than 300 lines: it is one life, read from top to bottom; what can be decided apart from it stands elsewhere.)
 
-step     admit, draft, plan, run, commit
+step     admit, draft, plan, run, commit; mend where that broke off
 extend   accept a token, and drafts as long as they are what is chosen
 accept   its text; was it the last; does the context have to be shifted
 finish   events; leave: publish what can be of use, give everything back
@@ -93,19 +93,27 @@ class Core:
         self.counts.num_prompt_tokens += len(tokens)
 
     def step(self, events: list[Event]) -> None:
-        """One forward of everything that can go on; what comes of it is added to `events`."""
+        """One forward of everything that can go on; what comes of it is added to `events`.
+
+        One that raises keeps the tokens that were chosen by then: all requests go on from there with the next step.
+        """
         began = time.perf_counter()
-        self._admit()
-        self._draft()
-        plan = self._plan(events)
-        if plan.slices:
+        try:
+            self._admit()
+            self._draft()
+            plan = self._plan(events)
+            if not plan.slices:
+                return
             logits = self._run(plan)
             if logits is not None:
                 self._commit(plan, logits, events)
             if self.prefixes is not None:
                 self.prefixes.sync()
-            self.counts.num_steps += 1
-            self.counts.step_seconds += time.perf_counter() - began
+        except BaseException:
+            self._mend()
+            raise
+        self.counts.num_steps += 1
+        self.counts.step_seconds += time.perf_counter() - began
 
     def abort(self, group: Group) -> None:
         """End all outputs of a request now."""
@@ -259,6 +267,39 @@ class Core:
                     self._extend(own, logits[row:], likeliest[row:], events)
             row += 1 + part.num_drafts
 
+    def _mend(self) -> None:
+        """After a step that broke off: the last known token of each sequence is still to be computed.
+
+        All that is stored before it is right: only guesses, which nobody has looked at, come after.
+        """
+        self.may_admit = True
+        for number, entry in list(self.scheduler.entries.items()):
+            sample = self.samples.get(number)
+            if sample is None:
+                continue  # a beam, which left with the first
+            if entry.state is State.WAITING:
+                self.cache.remove(number, 0)  # it was about to be admitted
+            elif sample.group.search is not None or not self._is_rewound(entry):
+                self._restart(sample)
+
+    def _is_rewound(self, entry: Entry) -> bool:
+        """Take what is stored back to the last known token; false where states cannot go back."""
+        end = min(self.cache.sequence(entry.number).seq_len, entry.num_tokens - 1)
+        try:
+            self.cache.remove(entry.number, end)
+        except NotSupported:
+            return False
+        entry.num_computed, entry.copies_tail = self.cache.sequence(entry.number).seq_len, True
+        return True
+
+    def _restart(self, sample: Sample) -> None:
+        """Compute it again from the start, beams together; what is stored is uncertain, and nobody else may have it."""
+        for own in (sample,) if sample.group.search is None else sample.group.samples.values():
+            own.chain = None
+        self._preempt(sample.number)
+        if self.prefixes is not None:
+            self.prefixes.begin(sample)
+
     # --- what happens to a request ------------------------------------------------------------------------------------
 
     def _extend(self, sample: Sample, logits: Tensor, likeliest: list[int], events: list[Event]) -> None:
@@ -358,16 +399,18 @@ class Core:
         if group.search is not None:
             self._finish_beams(group, group.search, reason, action, now, events)
             return
+        unborn = self._unborn(group, self.scheduler.entries[sample.number])
         self._leave(sample, action)
         del self.samples[sample.number], group.samples[sample.index]
-        self.counts.num_finished[reason] += 1
-        completion = sample.completion(reason, now)
+        ended = [sample.completion(reason, now)]
+        ended += [replace(ended[0], index=index) for index in unborn]
+        self.counts.num_finished[reason] += len(ended)
         if not group.samples:
             del self.groups[group.request.id]
         if not group.chooses_best:
-            events.append(Finished(completion, group.request.id, sample.index, is_last=not group.samples))
+            events += [Finished(c, c.request_id, c.index, is_last=not group.samples and c is ended[-1]) for c in ended]
             return
-        group.finished.append((sample.sum_logprob / max(1, sample.num_generated), completion))
+        group.finished += [(sample.sum_logprob / max(1, sample.num_generated), c) for c in ended]
         if not group.samples:
             group.finished.sort(key=lambda scored: scored[0], reverse=True)
             best = [replace(done, index=i) for i, (_, done) in enumerate(group.finished[: group.request.params.n])]
@@ -396,15 +439,21 @@ class Core:
     def _forked(self, sample: Sample, entry: Entry) -> list[Sample]:
         """Parallel samples begin when their prompt is computed: sequences that share all its blocks."""
         made = []
-        for index in range(1, entry.num_slots):
+        for index in self._unborn(sample.group, entry):
             own = self._sample(sample.group, index, list(sample.tokens), sample.num_prompt)
             own.chain = sample.chain.copy() if sample.chain is not None else None
             own.match = sample.match
+            own.media = sample.media
             own.num_published = sample.num_published
             self.cache.copy_prefix(sample.number, own.number, entry.num_computed)
             self.scheduler.fork(entry, own.number)
             made.append(own)
         return made
+
+    def _unborn(self, group: Group, entry: Entry) -> range:
+        """Which parallel samples are still to begin when this prompt is computed."""
+        count = group.request.params.num_samples
+        return range(count - entry.num_slots + 1, count)
 
     # --- beams --------------------------------------------------------------------------------------------------------
 

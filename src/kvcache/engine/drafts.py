@@ -142,13 +142,11 @@ class DraftModel(Drafter):
                     drafts[number].append(token)
                     if len(drafts[number]) < left[number]:
                         ahead[number] = [token]
-        except BaseException as error:  # what has been fed is uncertain now
+        except BaseException as error:
             for sample in samples:
-                self.forget(sample.number)
-            if not isinstance(
-                error, CacheFull | NotSupported
-            ):  # guesses are a luxury: without them one decodes plainly
-                raise
+                self.forget(sample.number)  # what has been fed is uncertain now
+            if not isinstance(error, CacheFull | NotSupported):
+                raise  # but for these: guesses are a luxury, and whoever has none decodes plainly
         return [drafts[sample.number] for sample in samples]
 
     def forget(self, number: int) -> None:
