@@ -138,12 +138,6 @@ def test_how_many_tokens_a_shift_discards(context: int, keep: int, held: int, ex
     assert num_discarded(context, keep, held) == expected
 
 
-def test_tokens_that_stay_together_go_together() -> None:
-    assert num_discarded(2048, 5, 2048, [(1024, 1536)]) == 1531
-    assert num_discarded(2048, 5, 2048, [(1026, 1536)]) == 1021
-    assert num_discarded(2048, 5, 512, [(0, 400)]) == 0
-
-
 @pytest.mark.parametrize("draft", [None, "lookup"])
 @pytest.mark.parametrize(("name", "shifts"), [("llama", True), ("gemma3", True), ("gpt2", False), ("lfm2", False)])
 def test_a_full_context_is_shifted_where_asked_and_possible(name: str, shifts: bool, draft: str | None) -> None:
