@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -567,6 +568,23 @@ def test_the_same_build_in_another_file_is_not_loaded_again(monkeypatch: pytest.
         if copied:
             shutil.copytree(first.path.parent, tmp_path / "kernels" / first.path.parent.name)
         assert cpu_build.build() == first._replace(seconds=0.0)
+
+
+def test_one_thread_builds_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Operators that two threads bring at once end the process."""
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVCACHE_CFLAGS", "-DONE_THREAD_AT_A_TIME")
+    could_begin = []
+
+    def compile_beside_another(*_: object) -> None:
+        with ThreadPoolExecutor(1) as other:
+            could_begin.append(other.submit(cpu_build._lock.acquire, blocking=False).result())
+        raise NotSupported("seen enough")
+
+    monkeypatch.setattr(cpu_build, "_compile", compile_beside_another)
+    with pytest.raises(NotSupported, match="seen enough"):
+        cpu_build.build()
+    assert could_begin == [False]
 
 
 def test_unknown_isa_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ _loaded: list[Any] = []  # one at most: torch.ops namespace, or why there is non
 # Namespaces whose operators this process has, and where they lie. PyTorch aborts when another file brings them again:
 # one from another KVCACHE_HOME, or the first one's where two processes compiled at once and this one was second.
 _registered: dict[str, Path] = {}
+_lock = threading.RLock()  # for both of them, and for the PATH while it is another
 
 
 def build(*, isa: str | None = None, verbose: bool = False) -> Built:
@@ -90,29 +92,8 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     name = isa_name(isa)
     if name == "avx512" and not torch.cpu._is_avx512_supported():
         raise NotSupported("KVCACHE_ISA is 'avx512' and this CPU has no AVX-512; unset it, or name avx2 or scalar")
-    folder = _folder(name)
-    namespace = _namespace(folder)
-    seconds = 0.0
-    if namespace not in _registered:
-        path = folder / f"{namespace}.so"
-        if path.exists():
-            torch.ops.load_library(str(path))  # OSError: remove the file, and it is built again
-        else:
-            started = time.perf_counter()
-            _compile(name, path, verbose)
-            seconds = time.perf_counter() - started
-        _registered[namespace] = path
-    library = getattr(torch.ops, namespace)
-    found = library.isa()
-    if name == "avx512" and not found.startswith("avx512"):
-        raise NotSupported(f"KVCACHE_ISA is 'avx512' and what was compiled is {found}; look at KVCACHE_CFLAGS and CXX")
-    if library.has_amx() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
-        library.set_amx(True)
-    if library.uses_amx():
-        found += "+amx"
-    _loaded[:] = [library]
-    _log.info("CPU kernel: %s, %s", found, _registered[namespace])
-    return Built(_registered[namespace], found, seconds)
+    with _lock:
+        return _built(name, verbose)
 
 
 def isa_name(isa: str | None = None) -> str:
@@ -157,6 +138,32 @@ def _folder(isa: str) -> Path:
     for part in (*_flags(isa), torch.__version__, _cpu(), os.environ.get("CXX", "c++")):
         digest.update(part.encode() + b"\0")
     return cache_home() / "kernels" / f"cpu-{isa}-{digest.hexdigest()[:16]}"
+
+
+def _built(name: str, verbose: bool) -> Built:
+    folder = _folder(name)
+    namespace = _namespace(folder)
+    seconds = 0.0
+    if namespace not in _registered:
+        path = folder / f"{namespace}.so"
+        if path.exists():
+            torch.ops.load_library(str(path))  # OSError: remove the file, and it is built again
+        else:
+            started = time.perf_counter()
+            _compile(name, path, verbose)
+            seconds = time.perf_counter() - started
+        _registered[namespace] = path
+    library = getattr(torch.ops, namespace)
+    found = library.isa()
+    if name == "avx512" and not found.startswith("avx512"):
+        raise NotSupported(f"KVCACHE_ISA is 'avx512' and what was compiled is {found}; look at KVCACHE_CFLAGS and CXX")
+    if library.has_amx() and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
+        library.set_amx(True)
+    if library.uses_amx():
+        found += "+amx"
+    _loaded[:] = [library]
+    _log.info("CPU kernel: %s, %s", found, _registered[namespace])
+    return Built(_registered[namespace], found, seconds)
 
 
 def _namespace(folder: Path) -> str:
@@ -208,9 +215,11 @@ def is_loaded() -> bool:
 def operators() -> Any:
     """The operators that were loaded last, or why there are none (str). `KVCACHE_ISA` says which when none were."""
     if not _loaded:
-        try:
-            build()
-        except (OSError, NotSupported) as error:
-            _log.warning("%s; PyTorch's operators are used instead, which are slower", error)
-            _loaded[:] = [str(error)]
+        with _lock:  # whoever waited finds what the first one got
+            if not _loaded:
+                try:
+                    build()
+                except (OSError, NotSupported) as error:
+                    _log.warning("%s; PyTorch's operators are used instead, which are slower", error)
+                    _loaded[:] = [str(error)]
     return _loaded[0]
