@@ -609,6 +609,19 @@ def test_nonsense_is_refused_where_it_is_made(make: Any, error: type[Exception],
         make()
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.uint64, torch.tensor])
+def test_integers_of_any_kind_are_kept_as_pythons(kind: Any) -> None:
+    names = ("max_tokens", "top_k", "seed", "logprobs", "n", "best_of", "keep", "num_beams")
+    params = SamplingParams(**{name: kind(1) for name in names})
+    assert params == SamplingParams(**dict.fromkeys(names, 1))
+    request = Request("it", [5], priority=kind(1), media=[MediaInput(kind(1), "key", None)])
+    kept = [*(getattr(params, name) for name in names), request.priority, request.media[0].index]
+    assert {type(value) for value in kept} == {int}
+    with engine_for("llama") as engine:
+        seeded = [engine.generate([5, 6, 7], max_tokens=4, temperature=1.0, seed=seed) for seed in (7, kind(7))]
+    assert seeded[0][0].token_ids == seeded[1][0].token_ids
+
+
 def test_misuse_of_an_engine() -> None:
     engine = engine_for("llama")
     engine.add(Request("a", [5, 6]))

@@ -131,14 +131,16 @@ class SamplingParams:
     keep: int = 0
 
     def __post_init__(self) -> None:
-        integer(self.max_tokens, "max_tokens", minimum=1)
+        required = {"max_tokens": 1, "top_k": 0, "n": 1, "num_beams": 1, "keep": 0}
+        optional = {"seed": -(2**63), "logprobs": 0, "best_of": 1}
+        for name, minimum in (required | optional).items():
+            value = getattr(self, name)
+            if value is not None or name in required:
+                object.__setattr__(self, name, integer(value, name, minimum))
         _fraction(self.temperature, "temperature", 0.0, 100.0)
         if not _fraction(self.top_p, "top_p", 0.0, 1.0):
             raise ValueError("top_p is 0; expected a share of the probability above 0, up to 1")
-        integer(self.top_k, "top_k")
         _fraction(self.min_p, "min_p", 0.0, 1.0)
-        if self.seed is not None:
-            integer(self.seed, "seed", minimum=-(2**63))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(listed(self.stop, "stop", "texts"))
         for text in stop:
             _text(text, "a text of stop")
@@ -148,13 +150,9 @@ class SamplingParams:
         _fraction(self.repetition_penalty, "repetition_penalty", 0.01, 100.0)
         _fraction(self.presence_penalty, "presence_penalty", -2.0, 2.0)
         _fraction(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
-        if self.logprobs is not None:
-            integer(self.logprobs, "logprobs")
-        integer(self.n, "n", minimum=1)
-        if self.best_of is not None and integer(self.best_of, "best_of", minimum=1) < self.n:
+        if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of is {self.best_of} and n is {self.n}; expected best_of of at least n")
         flag(self.context_shift, "context_shift")
-        integer(self.keep, "keep")
         if not isinstance(self.logit_bias, Mapping):
             raise TypeError(f"logit_bias is {self.logit_bias!r}; expected a mapping of token ids to numbers")
         bias = {
@@ -165,7 +163,7 @@ class SamplingParams:
         _fraction(self.length_penalty, "length_penalty", -10.0, 10.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping is {self.early_stopping!r}; expected True, False or 'never'")
-        if integer(self.num_beams, "num_beams", minimum=1) > 1:
+        if self.num_beams > 1:
             self._check_beams()
 
     def _check_beams(self) -> None:
@@ -210,7 +208,7 @@ class MediaInput:
     states: Any
 
     def __post_init__(self) -> None:
-        integer(self.index, "MediaInput.index")
+        object.__setattr__(self, "index", integer(self.index, "MediaInput.index"))
 
 
 @final
@@ -237,7 +235,7 @@ class Request:
             object.__setattr__(self, "prompt", integers(self.prompt, "the prompt", PROMPT))
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"Request.params is {type(self.params).__name__}; expected SamplingParams")
-        integer(self.priority, "Request.priority", minimum=-(2**31))
+        object.__setattr__(self, "priority", integer(self.priority, "Request.priority", minimum=-(2**31)))
         if self.salt is not None:
             if not isinstance(self.salt, str):
                 raise TypeError(f"Request.salt is {self.salt!r}; expected a text or None")
