@@ -265,6 +265,18 @@ def test_listeners_hear_of_the_end() -> None:
     assert not cached
 
 
+def test_a_listener_that_raises_does_not_keep_the_model() -> None:
+    engine = engine_for("llama")
+    engine.generate(list(range(5, 20)), max_tokens=2)
+    assert engine.prefixes is not None
+    engine.prefixes.index.listeners.append(_fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.close()
+    assert engine.model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="closed"):
+        engine.cache.usage()
+
+
 # --- one output -------------------------------------------------------------------------------------------------------
 
 

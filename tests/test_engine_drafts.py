@@ -113,6 +113,19 @@ def test_what_the_draft_cannot_read_decodes_without_guesses(lacks: str, monkeypa
         assert_empty(engine)
 
 
+def test_a_draft_is_given_back_when_the_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = FAMILIES["llama"].build()
+    before = draft.config._attn_implementation
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("too large")
+
+    monkeypatch.setattr("kvcache.engine.build.initialised", fail)
+    with pytest.raises(MemoryError, match="too large"):
+        engine_for("llama", draft=draft)
+    assert draft.config._attn_implementation == before
+
+
 def test_states_refuse_drafts() -> None:
     with pytest.raises(NotSupported, match="recurrent states"):
         engine_for("lfm2", draft="lookup")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -59,21 +60,24 @@ def core(loaded: Loaded, options: Options) -> Core:
     members = members_of(layout, size)
     limits = {"max_sequences": options.max_sequences, "max_batch": max(options.max_batch, layout.beginning)}
     shapes = memory.divide(options.num_bytes, sizes, members, max_length=length, device=model.device, **limits)
-    guesses = drafter(options.draft, dtype=options.dtype, layout=layout, model=model, **limits)
-    cache = initialised(
-        members, shapes, formats, backend_of(model), block_bytes=sizes.blocks, state_bytes=sizes.states, **limits
-    )
-    prefixes = None
-    if options.prefix_cache:
-        namespace = namespace_of(loaded.fingerprint, formats, size, layout.layers)
-        prefixes = Prefixes(members, namespace, size)
-    scheduler = Scheduler(shapes, options.max_batch, options.max_sequences, beginning=layout.beginning)
-    bounds = [bound for bound in (length, scheduler.capacity()) if bound is not None]
-    runner = Runner(model, cache, layout=layout, compile=options.compile)
-    try:
+    with ExitStack() as taken:  # given back if anything fails
+        guesses = drafter(options.draft, dtype=options.dtype, layout=layout, model=model, **limits)
+        if guesses is not None:
+            taken.callback(guesses.close)
+        cache = initialised(
+            members, shapes, formats, backend_of(model), block_bytes=sizes.blocks, state_bytes=sizes.states, **limits
+        )
+        prefixes = None
+        if options.prefix_cache:
+            namespace = namespace_of(loaded.fingerprint, formats, size, layout.layers)
+            prefixes = Prefixes(members, namespace, size)
+        scheduler = Scheduler(shapes, options.max_batch, options.max_sequences, beginning=layout.beginning)
+        bounds = [bound for bound in (length, scheduler.capacity()) if bound is not None]
+        runner = Runner(model, cache, layout=layout, compile=options.compile)
+        taken.callback(runner.close)
         if options.compile:
             runner.warm()  # no request waits for the compiler
-        return Core(
+        made = Core(
             runner,
             scheduler,
             prefixes,
@@ -84,9 +88,8 @@ def core(loaded: Loaded, options: Options) -> Core:
             limit=min(bounds, default=None),
             stop_tokens=stop_tokens(model, loaded.tokenizer),
         )
-    except BaseException:
-        runner.close()
-        raise
+        taken.pop_all()
+        return made
 
 
 def initialised(

@@ -12,6 +12,7 @@ beams    places for the beams of a search: advance, copy; fold to what they have
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from typing import Any, final
@@ -151,15 +152,16 @@ class Core:
             raise CorruptState(f"the cache holds sequences {sorted(stray)}, which no request owns")
 
     def close(self) -> None:
-        """Give the model its attention back and free the caches."""
-        if self.prefixes is not None:
-            self.prefixes.clear()  # listeners hear that all is gone
-        if self.drafter is not None:
-            self.drafter.close()
-        self.runner.close()
-        self.cache.close()
-        self.groups.clear()
-        self.samples.clear()
+        """Give the model its attention back and free the caches, all of it, even if a listener raises."""
+        with ExitStack() as last_first:
+            last_first.callback(self.samples.clear)
+            last_first.callback(self.groups.clear)
+            last_first.callback(self.cache.close)
+            last_first.callback(self.runner.close)
+            if self.drafter is not None:
+                last_first.callback(self.drafter.close)
+            if self.prefixes is not None:
+                last_first.callback(self.prefixes.clear)  # listeners hear that all is gone
 
     # --- the parts of a step ------------------------------------------------------------------------------------------
 
