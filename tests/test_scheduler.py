@@ -135,6 +135,26 @@ def test_the_last_is_preempted_for_the_first() -> None:
     assert planner.plan([1]).slices == [Slice(2, 1), Slice(0, 1)]
 
 
+def test_those_behind_a_prompt_are_preempted_for_its_blocks() -> None:
+    planner = scheduler()
+    running(planner, 0, 20, 8, priority=1)
+    running(planner, 1, 7, 6)  # has room in its block
+    assert planner.plan([0]).preempt == 1
+    assert planner.plan([1]).slices == [Slice(1, 1), Slice(0, 4)]
+    busy = scheduler(tokens=1)
+    running(busy, 0, 20, 8, priority=1)
+    running(busy, 1, 7, 6)
+    assert busy.plan([0]).slices == [Slice(1, 1)]  # it is tokens that it waits for
+
+
+@pytest.mark.parametrize(("wanted", "given"), [(3, [3, 1, 0, 0]), (1, [1, 1, 1, 1])])
+def test_guesses_fill_what_a_step_has_left(wanted: int, given: list[int]) -> None:
+    planner = scheduler()
+    for number in range(4):
+        running(planner, number, 11, 10).num_drafts = wanted
+    assert [part.num_drafts for part in planner.plan([100]).slices] == given
+
+
 def test_prompts_that_hold_the_pool_between_them_do_not_hang() -> None:
     planner = scheduler()
     running(planner, 0, 20, 8)
@@ -154,6 +174,22 @@ def test_admission_leaves_room_for_those_who_run() -> None:
     assert planner.can_admit(newcomer, 12, [4])
     newcomer.num_slots = 4
     assert not planner.can_admit(newcomer, 0, [50])  # four samples, three slots
+
+
+def test_what_is_promised_to_prompts_under_way_is_not_promised_twice() -> None:
+    planner = scheduler(num_blocks=10)
+    first, second = added(planner, 0, 20), added(planner, 1, 10)
+    assert planner.can_admit(first, 0, [10])
+    planner.admit(first, 0)  # six blocks for 21 tokens
+    assert planner.can_admit(second, 0, [10])  # three, and one in reserve
+    assert not planner.can_admit(second, 0, [9])
+    first.num_computed = 8
+    assert planner.can_admit(second, 0, [8])
+    first.num_slots = 2  # a sample is still to begin
+    assert not planner.can_admit(second, 0, [9])
+    window = MemberShape(4, 10, num_retained=8)
+    assert (window.blocks_to_finish(0, 21, 8), window.blocks_to_finish(12, 21, 8)) == (6, 3)
+    assert window.blocks_to_finish(12, 99, 8) == 4  # of six, it holds two
 
 
 def test_windows_bound_what_a_sequence_needs() -> None:

@@ -9,11 +9,13 @@ A step of at most 8 tokens, three slots, A and B decoding, C with a prompt of 20
 
 (Sequences that go on by single tokens begin with more: `beginning`.)
 
-Order is priority, then arrival, for everything: who gets tokens first, who is admitted first, and, backwards, who is
-preempted when the pool is short. Why this cannot deadlock:
+Order is priority, then arrival: who is admitted first, whose prompt gets tokens first, and, backwards, who is preempted
+when the pool is short. Those who decode go before prompts whatever their order, each by a token: a prompt has what they
+leave of a step. Why this cannot deadlock:
 
-* a request is admitted only when its whole prompt fits beside what runs; one that would not fit alone never gets here;
-* the first in order never waits for those behind it: they are preempted for it, last first, down to it alone;
+* a request is admitted only when its whole prompt fits beside what runs and what was promised to prompts under way; one
+  that would not fit alone never gets here;
+* the first in order never waits for blocks of those behind it: they are preempted for it, last first, down to it alone;
 * a step in which requests run and none can compute preempts the last of them;
 * the beams of one request are a party: they come, and leave, together, so none waits for one that cannot come back.
 
@@ -54,7 +56,8 @@ class MemberShape:
         needed = self.new_blocks(begin, end, copies_tail=True)
         if self.num_retained is None:
             return needed
-        return min(needed, -(-(self.num_retained + max_batch) // self.block_size) + 2)
+        held = min(begin, self.num_retained) // self.block_size
+        return min(needed, -(-(self.num_retained + max_batch) // self.block_size) + 2 - held)
 
     def capacity(self, num_sequences: int = 1, num_shared: int = 0) -> int | None:
         """Tokens of the longest sequence that fits alone; None: any. One block is left for copying a tail.
@@ -184,17 +187,20 @@ class Scheduler:
     def can_admit(self, entry: Entry, num_cached: int, free: Sequence[int]) -> bool:
         """Whether there is a slot, and room for all known tokens after `num_cached` ones that it has already.
 
-        `free`: blocks of each member that can be had, after it has taken the cached ones. Every running request keeps a
-        block in reserve, so that it is not preempted at once for the newcomer.
+        `free`: blocks of each member that can be had, after it has taken the cached ones. What prompts under way still
+        need of them is promised, and every running request keeps a block in reserve, so that it is not preempted at
+        once for the newcomer. O(running).
         """
         running = [self.entries[number] for _, number in self._running]
         if not running:
             return True  # requests that do not fit alone are refused before they get here
         if sum(other.num_slots for other in running) + entry.num_slots > self.max_sequences:
             return False
-        reserve = len(running) + 2 * (entry.num_slots - 1)
+        reserve = len(running) + 2 * sum(other.num_slots - 1 for other in (*running, entry))
+        ways = [(other.num_computed, other.num_tokens + 1) for other in running if other.num_missing > 1]
+        ways.append((num_cached, entry.num_tokens + 1))
         return all(
-            member.blocks_to_finish(num_cached, entry.num_tokens + 1, self.max_batch_tokens) + reserve <= num_free
+            sum(member.blocks_to_finish(*way, self.max_batch_tokens) for way in ways) + reserve <= num_free
             for member, num_free in zip(self.members, free, strict=True)
         )
 
@@ -235,13 +241,14 @@ class Scheduler:
         running = [self.entries[number] for _, number in self._running]
         decodes = [entry for entry in running if entry.num_missing == 1]
         prefills = [entry for entry in running if entry.num_missing > 1]
+        spare = max(0, budget - len(decodes) - len(prefills))  # tokens that may be guesses
         for entry in decodes[:budget]:
             if not self._take(entry, 1, left):
                 return self._short(entry)
-            num_drafts = min(entry.num_drafts, budget - len(decodes) - len(prefills))
-            while num_drafts > 0 and not self._take(entry, 1 + num_drafts, left, taken=1):
+            num_drafts = min(entry.num_drafts, spare)
+            while num_drafts and not self._take(entry, 1 + num_drafts, left, taken=1):
                 num_drafts -= 1
-            num_drafts = max(0, num_drafts)
+            spare -= num_drafts
             plan.slices.append(Slice(entry.number, 1 + num_drafts, num_drafts))
             budget -= 1 + num_drafts
         for entry in prefills:
@@ -249,6 +256,8 @@ class Scheduler:
             if count and self._take(entry, count, left):
                 plan.slices.append(Slice(entry.number, count))
                 budget -= count
+            elif entry is running[0] and budget and not self.is_alone:
+                return self._short(entry)
         if running and not plan.slices:
             return self._short(running[0])
         return plan
