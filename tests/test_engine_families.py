@@ -107,7 +107,7 @@ def requests_for(engine: Engine, name: str, prompts: list[list[int]], chance: ra
     for number, prompt in enumerate(prompts):
         seed = chance.choice(MEDIA.get(name, (0,)))
         media = [MediaInput(0, f"medium {seed}", states[seed])] if seed else []
-        params = SamplingParams(max_tokens=chance.randrange(1, 8))
+        params = SamplingParams(max_tokens=chance.randrange(1, 16))
         priority, salt = chance.choice((0, 0, 1)), chance.choice((None, None, None, "a"))
         made.append(Request(f"{number} {seed}", prompt, params, priority, salt, media))
     return made
