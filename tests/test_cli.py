@@ -182,7 +182,7 @@ def test_a_prompt_that_does_not_fit_is_not_printed(folder: Path) -> None:
 def test_an_answer_that_fills_the_capacity_says_so(folder: Path) -> None:
     arguments = ["run", str(folder), "--prompt", "hello", "--capacity", "16"]
     done = CliRunner().invoke(app, [*arguments, "--max-tokens", "12"], catch_exceptions=False)
-    assert done.stderr.rstrip().endswith("] the capacity of 16 tokens is full")
+    assert done.stderr.rstrip().endswith("] the capacity of 16 tokens is full; --capacity gives more")
     done = CliRunner().invoke(app, [*arguments, "--max-tokens", "11"], catch_exceptions=False)
     assert "full" not in done.stderr
 

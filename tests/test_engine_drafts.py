@@ -13,6 +13,7 @@ from families import FAMILIES, VOCABULARY
 from kvcache import NotSupported, Request, SamplingParams
 from kvcache.engine.drafts import Drafter, DraftModel
 from kvcache.engine.shift import num_discarded
+from kvcache.hf import ModelNotFound
 from kvcache.hf.runner import Work
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -131,6 +132,11 @@ def test_states_refuse_drafts() -> None:
         engine_for("lfm2", draft="lookup")
     with pytest.raises(NotSupported, match="cannot draft"):
         engine_for("llama", draft=FAMILIES["mamba2"].build())
+
+
+def test_a_misspelt_draft_names_what_it_may_be() -> None:
+    with pytest.raises(ModelNotFound, match=r"draft is neither 'lookup' nor a model: .*'lookups'"):
+        engine_for("llama", draft="lookups")
 
 
 # --- context shift ----------------------------------------------------------------------------------------------------

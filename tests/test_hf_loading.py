@@ -171,6 +171,9 @@ def test_damaged_demo_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(package, "chunk_paths", lambda: [tmp_path / "absent"])
     with pytest.raises(CorruptFile, match=r"incomplete.*absent"):
         load("demo")
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (tmp_path / "absent").stat())
+    with pytest.raises(KVCacheError, match=r"cannot be put into .*models.*absent.*set KVCACHE_HOME"):
+        load("demo")
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------

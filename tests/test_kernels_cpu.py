@@ -636,6 +636,13 @@ def test_without_a_compiler_one_warning_and_a_refusal(
         CpuKernel().shift(keys, np.array([1]), np.array([1]), Rotation(np.ones(16), False, 0))
 
 
+def test_a_home_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(NotSupported, match=r"cannot be put into .*file/kernels: .*; set KVCACHE_HOME"):
+        cpu_build._compile("scalar", cpu_build._folder("scalar") / "kernel.so", verbose=False)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ninja") is None, reason="needs ninja")
 def test_what_does_not_compile_says_so_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))

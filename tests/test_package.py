@@ -99,8 +99,13 @@ sys.modules.update(dict.fromkeys({OPTIONAL}))   # None in sys.modules: importing
 import kvcache
 for name in {PUBLIC}:
     getattr(kvcache, name)
+from kvcache.hf.loading import load
+try:
+    load("demo")
+except ImportError as error:
+    print(error)
 """
-    fresh(program)
+    assert "kvcache.hf.load needs torch, which is not installed; pip install 'kvcache[hf]'" in fresh(program)
 
 
 @pytest.mark.parametrize("module", PURE)

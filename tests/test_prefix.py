@@ -247,7 +247,7 @@ def test_a_tail_that_is_not_full_is_reused_to_the_token(reuse: World) -> None:
     assert match.num_tokens == 55
     _, match = reuse.admit([*numbered(0, 52), 77, 78])
     assert match.num_tokens == 52
-    assert "goes on differently after 52" in match.reason
+    assert "goes on as the prompt does after 52" in match.reason
     reuse.check()
 
 

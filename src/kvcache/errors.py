@@ -36,7 +36,7 @@ class CacheFull(KVCacheError):
         self.free = free
         super().__init__(
             f"the batch needs {needed} free slots and {free} are free; remove a sequence, send a smaller batch, "
-            f"or init the cache with a larger capacity"
+            f"or give the cache a larger capacity"
         )
 
     def __reduce__(self) -> tuple[type[CacheFull], tuple[int, int]]:

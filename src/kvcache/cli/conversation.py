@@ -74,7 +74,9 @@ class Conversation:
 
     def __init__(self, loaded: Loaded, runner: Runner, capacity: int) -> None:
         if loaded.tokenizer is None:
-            raise ValueError(f"{loaded.name} has no tokenizer; expected a model folder or file that carries one")
+            raise ValueError(
+                f"{loaded.name} has no tokenizer; expected a folder with tokenizer.json, or a file with one"
+            )
         self._tokenizer: Any = loaded.tokenizer
         self._runner = runner
         self.cache = runner.cache
@@ -182,7 +184,10 @@ class Conversation:
 
     def _check_fits(self, wanted: Sequence[int]) -> None:
         if len(wanted) >= self._capacity:
-            raise ValueError(f"the text has {len(wanted)} tokens; expected fewer than the capacity of {self._capacity}")
+            raise ValueError(
+                f"the text has {len(wanted)} tokens; expected fewer than the capacity of {self._capacity}, which "
+                f"--capacity sets; /undo takes a turn back"
+            )
 
     def _complete(self, wanted: list[int], max_tokens: int) -> Generator[str]:
         branch, begin = self.branch, time.perf_counter()
@@ -205,7 +210,7 @@ class Conversation:
             if turn.num_generated < room:
                 token = self._prefill(branch, [token])
         if turn.num_generated == room < max_tokens:
-            full = f"the capacity of {self._capacity} tokens is full"
+            full = f"the capacity of {self._capacity} tokens is full; --capacity gives more"
             turn.note = f"{turn.note}; {full}" if turn.note else full
 
     def _prefill(self, branch: Branch, tokens: Sequence[int]) -> int:

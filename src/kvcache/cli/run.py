@@ -94,7 +94,7 @@ def _talk(conversation: Conversation, max_tokens: int, console: Console) -> None
         except EOFError:
             sys.stdout.write("\n")
             return
-        if line.strip() == "/quit":
+        if line.split()[:1] == ["/quit"]:
             return
         try:
             if line.startswith("/"):

@@ -18,6 +18,7 @@ from kvcache.engine.prefixes import Prefixes, namespace_of
 from kvcache.errors import NotSupported
 from kvcache.hf.layout import Layout, backend_of, dtype_name
 from kvcache.hf.loading import Loaded, load
+from kvcache.hf.model_files import ModelNotFound
 from kvcache.hf.runner import Runner, members_of
 from kvcache.hf.trial import tried_layout
 from kvcache.scheduler import MemberShape, Scheduler
@@ -145,9 +146,12 @@ def drafter(
         return Lookup()
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
     device = None if isinstance(draft, PreTrainedModel) else str(model.device)
-    smaller = load(draft, dtype=dtype, device=device, tokenizer=False).model
-    lengths = (max_length(model), max_length(smaller))
-    capacity = min(DRAFT_TOKENS, *(length for length in lengths if length is not None))
+    try:
+        smaller = load(draft, dtype=dtype, device=device, tokenizer=False).model
+    except ModelNotFound as error:
+        raise ModelNotFound(f"draft is neither 'lookup' nor a model: {error}") from error
+    lengths = [max_length(model), max_length(smaller), DRAFT_TOKENS]
+    capacity = min(length for length in lengths if length is not None)
     return DraftModel(
         smaller, vocabulary=vocabulary, capacity=capacity, max_sequences=max_sequences, max_batch=max_batch
     )

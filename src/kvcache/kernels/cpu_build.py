@@ -178,8 +178,11 @@ def _compile(isa: str, target: Path, verbose: bool) -> None:
         raise NotSupported(f"there is no C++ compiler ({compiler!r} is not on the PATH; apt install g++, or set CXX)")
     from torch.utils import cpp_extension
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise NotSupported(f"the CPU kernel cannot be put into {folder.parent}: {error}; set KVCACHE_HOME") from error
     if sys.stderr.isatty():
         sys.stderr.write("kvcache: compiling the CPU kernel for this machine, once; it takes about half a minute\n")
     path = os.environ.get("PATH", "")
@@ -196,7 +199,10 @@ def _compile(isa: str, target: Path, verbose: bool) -> None:
         )
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise NotSupported(f"the CPU kernel could not be compiled: {error}") from error
+        raise NotSupported(
+            f"the CPU kernel could not be compiled: {error}; `kvcache build --verbose` shows what {compiler!r} says, "
+            f"and CXX names another"
+        ) from error
     finally:
         os.environ["PATH"] = path
     if folder.exists() and not target.exists():

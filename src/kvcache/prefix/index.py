@@ -221,7 +221,7 @@ def _reason(point: int, num_known: int, limit: int, blamed: Member | None) -> st
         return "whole: all but the last token"
     if not point:
         return "new: nothing that is cached begins like this"
-    return f"differs: what is cached goes on differently after {point} tokens, or was evicted"
+    return f"differs: nothing that is cached goes on as the prompt does after {point} tokens"
 
 
 @final
