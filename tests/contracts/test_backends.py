@@ -113,6 +113,22 @@ def test_rows_to_write_may_be_views(
     assert np.array_equal(backend.to_numpy(backend.gather_rows(storage, slots)), wide[1:].reshape(5, 2, 8))
 
 
+@pytest.mark.parametrize("dtype", ["u8", "f16", "f32"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_to_write_may_have_gaps(
+    backend: Backend, make: Make, rng: np.random.Generator, block_size: int, num_rows: int, heads: int, dtype: str
+) -> None:
+    """Keys interleaved with values, and a slice of wider rows."""
+    storage = make(backend, (NUM_BLOCKS, heads, block_size, 8), dtype)
+    slots = np.array([4, 1, 9, 0, 7])[:num_rows]
+    wide = random_array(rng, (num_rows, heads, 17), dtype)
+    rows = backend.from_numpy(wide, 0)
+    for part in (np.s_[..., :16:2], np.s_[..., 2:10]):
+        backend.write_rows(storage, slots, rows[part])
+        assert np.array_equal(backend.to_numpy(backend.gather_rows(storage, slots)), wide[part])
+
+
 def test_gathered_rows_are_a_copy(backend: Backend, make: Make, rng: np.random.Generator, block_size: int) -> None:
     storage, rows = filled(backend, make, rng, (NUM_BLOCKS, 2, block_size, 8), "f32")
     slots = np.arange(4)

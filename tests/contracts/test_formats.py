@@ -7,6 +7,7 @@ the `gguf` package for q8_0 and q4_0, PyTorch for fp8_e4m3 and bf16, exact ratio
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -102,17 +103,19 @@ def test_native_rows_are_stored_and_read_as_they_are(backend: Backend, name: str
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_to_encode_and_decode_may_be_views(backend: Backend, rng: np.random.Generator, name: str) -> None:
-    """Heads first, every second token, and a slice of a wider row: as models hand them over."""
+    """Heads first or last, every second token, and a slice of a wider row: as models hand them over."""
     form = formats.create(name, backend)
     wide = rng.standard_normal((4, 10, 96)).astype(np.float32)
-    views = [
-        (lambda a: backend.permute(a, (1, 0, 2)), wide.transpose(1, 0, 2)),
-        (lambda a: a[::2], wide[::2]),
-        (lambda a: a[..., 32:], wide[..., 32:]),
-        (lambda a: a[1:, 3:7, :64], wide[1:, 3:7, :64]),
+    narrow = np.ascontiguousarray(wide.transpose(0, 2, 1))
+    views: list[tuple[F32, Callable[[Any], Any], F32]] = [
+        (narrow, lambda a: backend.permute(a, (0, 2, 1)), wide),
+        (wide, lambda a: backend.permute(a, (1, 0, 2)), wide.transpose(1, 0, 2)),
+        (wide, lambda a: a[::2], wide[::2]),
+        (wide, lambda a: a[..., 32:], wide[..., 32:]),
+        (wide, lambda a: a[1:, 3:7, :64], wide[1:, 3:7, :64]),
     ]
-    for view, expected in views:
-        rows = form.encode(view(backend.from_numpy(wide, 0)))
+    for array, view, expected in views:
+        rows = form.encode(view(backend.from_numpy(array, 0)))
         straight = encode(backend, name, np.ascontiguousarray(expected))
         assert np.array_equal(backend.to_numpy(rows), backend.to_numpy(straight))
         assert form.is_native or backend.name != "torch" or rows.is_contiguous()  # as torch's storage must be

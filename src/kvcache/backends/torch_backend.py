@@ -201,7 +201,8 @@ class TorchBackend(Backend):
     def write_rows(self, storage: Array, slots: NDArray[np.int64], rows: Array) -> None:
         """See `Backend.write_rows`."""
         matrix, indices = _rows(storage, slots)
-        _put(matrix, indices, rows.reshape(indices.shape[0], matrix.shape[1]))
+        # Words are read from rows without gaps: `reshape` alone keeps those of expanded and of interleaved ones.
+        _put(matrix, indices, rows.reshape(indices.shape[0], matrix.shape[1]).contiguous())
 
     def copy_blocks(self, storage: Array, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """See `Backend.copy_blocks`."""

@@ -109,7 +109,7 @@ def _inverse(scales: Rows) -> Rows:
 def _joined(quants: Rows, scales: Rows) -> Rows:
     """Quants u8 [...,D or D/2] first, then scales f32 [...,D/32] as little-endian f16."""
     with np.errstate(over="ignore"):  # a scale above 65504 is infinite, in ggml as here
-        scale_bytes = scales.astype("<f2").view(np.uint8)
+        scale_bytes = scales.astype("<f2", order="C").view(np.uint8)
     return np.concatenate([quants, scale_bytes], axis=-1)
 
 
