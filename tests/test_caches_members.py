@@ -654,3 +654,39 @@ def test_chunks_and_states_know_their_own_faces() -> None:
     with pytest.raises(NotSupported):
         mixed.sequence(0).views(1)
     assert states_of_two_layers.usage().num_tokens == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_states_stay_as_they_were_put(backend: str, num_sequences: int) -> None:
+    """Models change in place what they put, and what they were given."""
+    cache = states(2, backend)
+    own = to_backend(backend, np.zeros((num_sequences, 3)))
+    for position in range(4):
+        cache.start_forward(Batch([position] * num_sequences, range(num_sequences)))
+        given = cache.get().keys
+        own += 1
+        cache.put(own, own)
+        if given is not None:
+            given += 100
+    cache.copy_prefix(0, 5, 4)
+    own += 1
+    for sequence, end in ((5, 4), (0, 2)):
+        cache.remove(sequence, end)
+        cache.start_forward(Batch([end], [sequence]))
+        assert all((to_numpy(array) == end).all() for array in cache.get()[:2])
+
+
+def test_the_first_states_of_a_layer_fix_their_shape() -> None:
+    cache = states()
+    pass_states(cache, [0], [0], [1])
+    conv, recurrent = np.zeros((1, 3), np.float32), np.zeros((1, 2, 2), np.float32)
+    cache.start_forward(Batch([0], [1]))
+    for wrong in ((conv[:, :2], recurrent), (conv, recurrent[:, :1]), (conv, conv), (recurrent, None)):
+        refused([cache], lambda: cache.put(*wrong))  # noqa: B023  called at once
+    cache.set_layer(1)
+    cache.put(recurrent, conv)
+    cache.set_layer(0)
+    cache.put(None, recurrent)
+    cache.start_forward(Batch([1, 1], [0, 1]))
+    assert cache.get().keys.shape == (2, 3)

@@ -1,8 +1,8 @@
 """`RecurrentCache`: one state per sequence and layer, for convolution, SSM and linear-attention layers.
 
 A state has no tokens to look back at: it can be continued where it stands, or from a *checkpoint*, a state that was
-kept on the way. States are arrays that nobody writes to once they are put, so checkpoints and copies are references,
-not copies.
+kept on the way. What is put and what `get` returns are copies, so nobody else writes to a stored state: checkpoints and
+forks are references.
 
     RecurrentCache(checkpoints=256)            keep the state whenever a pass ends at a multiple of 256
     RecurrentCache(checkpoints=[100, 2048])    or at these positions
@@ -64,6 +64,8 @@ class _Pass:
 class RecurrentCache(Cache):
     """States, and checkpoints of them. A state keeps the element type it is put in: an error in it would add up.
 
+    The first put into a layer says which shapes its states have.
+
     checkpoints: an interval in tokens, or positions; the state is kept when a pass ends exactly there.
     """
 
@@ -78,6 +80,7 @@ class RecurrentCache(Cache):
         self._layer: int | None = None
         self._pass: _Pass | None = None
         self._sequences: dict[int, _Sequence] = {}
+        self._shapes: dict[tuple[int, str], tuple[int, ...]] = {}  # of each layer's states of either kind
         self._published: PublishedStates = Published()
         self._backend: Backend
 
@@ -90,20 +93,27 @@ class RecurrentCache(Cache):
     def put(self, keys: Array | None, values: Array | None) -> None:
         """Keep the convolution and the recurrent states after this pass, one row per sequence of the batch each."""
         current, layer = self._started()
-        rows = [
-            None if array is None else self._backend.asarray(array, layer, what)
-            for array, what in ((keys, "convolution states"), (values, "recurrent states"))
-        ]
-        for array in rows:
-            if array is not None and (not len(array.shape) or array.shape[0] != len(current.sequences)):
+        given = {"convolution states": keys, "recurrent states": values}
+        rows = [None if array is None else self._backend.asarray(array, layer, what) for what, array in given.items()]
+        shapes = {}
+        for what, array in zip(given, rows, strict=True):
+            if array is None:
+                continue
+            if not len(array.shape) or array.shape[0] != len(current.sequences):
                 raise ValueError(
                     f"states are {list(array.shape)}; expected {len(current.sequences)} rows, one per sequence of the "
                     f"batch"
                 )
-        if rows[0] is None and rows[1] is None:
+            shape = shapes[layer, what] = tuple(array.shape[1:])
+            if shape != (known := self._shapes.get((layer, what), shape)):
+                raise ValueError(
+                    f"{what} are {list(array.shape)}; expected rows of {list(known)}, the first that layer {layer} got"
+                )
+        if not shapes:
             raise ValueError("put got no states; expected convolution states, recurrent states or both")
         if current.is_reserved:
             return
+        self._shapes.update(shapes)
         for row, sequence in enumerate(current.sequences):
             live = self._sequences[sequence].live
             assert live is not None  # start_forward has made it
@@ -111,7 +121,7 @@ class RecurrentCache(Cache):
             live[layer] = (conv, recurrent)
 
     def get(self) -> History:
-        """States before this pass, one row per sequence; a sequence without one gets zeros.
+        """States before this pass, one row per sequence, the caller's to change; a sequence without one gets zeros.
 
         `None` when none has any.
         """
@@ -288,13 +298,12 @@ class RecurrentCache(Cache):
         return self._published
 
     def publish(self, sequence: int, key: bytes, priority: int = 0) -> bool:
-        """Let others go on from where `sequence` stands, by `key`; false when they can already. Copies the state."""
+        """Let others go on from where `sequence` stands, by `key`; false when they can already."""
         self._lifecycle.limits  # noqa: B018  raises when closed
         known = self._sequences.get(sequence)
         if known is None or not known.live or key in self._published:
             return False
-        # Copies: a row of a batch would keep the whole batch's tensor alive.
-        states = {layer: (self._copied(conv), self._copied(rec)) for layer, (conv, rec) in known.live.items()}
+        states = dict(known.live)
         self._published.add(key, states, sum(self._num_bytes(states)), priority)
         return True
 
@@ -356,13 +365,8 @@ class RecurrentCache(Cache):
         return self._pass, self._layer
 
     def _own(self, states: Array, row: int) -> Array:
-        """One row of [B,...]; copied out of several, so that a resting sequence does not keep the others' alive."""
-        if states.shape[0] == 1:
-            return states[0]
+        """A copy of one row of [B,...]: it must not keep the others alive, nor change when the caller's array does."""
         return self._backend.concatenate((states[row : row + 1],), 0)[0]
-
-    def _copied(self, array: Array | None) -> Array | None:
-        return None if array is None else self._backend.concatenate((array[None],), 0)[0]
 
     def _num_bytes(self, states: _States) -> Iterable[int]:
         return (self._backend.num_bytes(array) for pair in states.values() for array in pair if array is not None)
@@ -383,8 +387,6 @@ class RecurrentCache(Cache):
         known = next((state for state in states if state is not None), None)
         if known is None:
             return None
-        if len(states) == 1:
-            return known[None]
         if any(state is None for state in states):
             zeros = self._backend.zeros(tuple(known.shape), "f32", layer)
             zero: Array = self._backend.cast(zeros, self._backend.dtype(known))

@@ -229,7 +229,7 @@ class PackedCache(TransformersCache):
             if not self.step.is_fresh:
                 self._states.set_layer(layer)
                 history = self._states.get()
-                loan[:] = [None if state is None else state.clone() for state in (history.keys, history.values)]
+                loan[:] = history.keys, history.values
             self._loans[layer] = loan
         return loan
 

@@ -5,7 +5,7 @@ Mamba 2 `get_recurrent_state`) returned, in place, and tells nobody; with more t
 are immutable, because checkpoints and forks share them. So a pass is lent copies, `update_*` replaces what is lent, and
 when the pass is over everything lent is put back:
 
-    get_conv_state     RecurrentCache.get -> copy -> lent
+    get_conv_state     RecurrentCache.get -> lent
     update_conv_state  lent = the last K columns of (lent | new);  answers (lent | new)
     write_back         RecurrentCache.put(lent)
 
@@ -96,15 +96,13 @@ class LentStates:
         if key not in self._lent:
             self._cache.set_layer(key)
             stored = self._cache.get()
-            self._lent[key] = _Lent(self._copy(stored.keys), self._copy(stored.values))
+            self._lent[key] = _Lent(self._placed(stored.keys), self._placed(stored.values))
         return self._lent[key]
 
-    def _copy(self, stored: Tensor | None) -> Tensor | None:
-        """Stored rows as a tensor [B,...] of its own; rows of padding have zeros."""
-        if stored is None:
-            return None
-        if self._rows is None:
-            return stored.clone()
+    def _placed(self, stored: Tensor | None) -> Tensor | None:
+        """Stored rows as a tensor [B,...]; rows of padding have zeros."""
+        if stored is None or self._rows is None:
+            return stored
         whole = stored.new_zeros((self._num_rows, *stored.shape[1:]))
         whole[self._rows] = stored
         return whole
