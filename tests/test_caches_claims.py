@@ -11,7 +11,7 @@ import pytest
 
 import kvcache.backends
 from arrays import BACKENDS, add_offsets, to_backend, to_numpy
-from kvcache import Batch, CacheConfig, CausalCache, Chunked, Full, Sliding
+from kvcache import Batch, CacheConfig, CausalCache, Chunked, Full, Media, Sliding
 from kvcache.errors import CacheFull, NotSupported
 
 H, D, DV = 2, 4, 6
@@ -178,7 +178,37 @@ def test_constructor_arguments(arguments: dict[str, Any]) -> None:
         CausalCache(**arguments)
 
 
-@pytest.mark.parametrize(("span", "sizes"), [(Sliding, (5, 4)), (Sliding, (0,)), (Chunked, (0,)), (Chunked, (-1,))])
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint64, np.array], ids=lambda kind: kind.__name__)
+def test_sizes_of_other_integers_are_kept_as_python_has_them(kind: Callable[[int], Any]) -> None:
+    """A window of uint8 wraps around at 256, and hides what it should show."""
+    values = [
+        *(Sliding(kind(100)).window, Sliding(5, kind(100)).memory, Chunked(kind(100)).size),
+        *(CacheConfig(padding=kind(100)).padding, Media(kind(100), "a").index, Media(0, "a", kind(100)).num_tokens),
+        *(Batch([kind(100)], [0]).positions[0], Batch([0], [kind(100)]).sequences[0]),
+    ]
+    assert [(type(value), value) for value in values] == [(int, 100)] * len(values)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.uint64, np.array], ids=lambda kind: kind.__name__)
+def test_other_integers_in_ranges_and_views(kind: Callable[[int], Any]) -> None:
+    def answers(n: Callable[[int], Any]) -> list[Any]:
+        cache = CausalCache(shift=add_offsets)
+        cache.init("numpy", "f32", capacity=16)
+        forward(cache, range(6))
+        cache.remove(n(0), n(1), n(3))
+        view = cache.sequence(0)
+        appended = view.append(n(0), numbers(3, H, D), numbers(3, H, DV))
+        view.commit(n(2))
+        views = [appended.views, view.views(n(0)), view.packed_views(n(0)), [view.contiguous_kv(n(0), n(1))]]
+        return [*state(cache), [(part.keys.tobytes(), part.values.tobytes()) for parts in views for part in parts]]
+
+    assert answers(kind) == answers(int)
+
+
+@pytest.mark.parametrize(
+    ("span", "sizes"),
+    [(Sliding, (5, 4)), (Sliding, (0,)), (Chunked, (0,)), (Chunked, (-1,)), (Sliding, (2**63,)), (Chunked, (2**64,))],
+)
 def test_spans_that_make_no_sense(span: Any, sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         span(*sizes)

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def test_reuse_then_generate_equals_fresh(name: str, attention: str) -> None:
 def test_memory_lets_sliding_layers_rewind(name: str) -> None:
     """With `memory` tokens retained, the window before an earlier position can still be filled."""
     model = FAMILIES[name].build()
-    cache = cache_for(model, capacity=96, memory=32)
+    cache = cache_for(model, capacity=96, memory=np.uint32(32))  # type: ignore[arg-type]  as read from an array
     prompt = ids(1, 20)
     generate(model, prompt, cache, 8)
     changed = torch.cat([prompt[:, :15], ids(1, 5, seed=9)], dim=1)

@@ -77,8 +77,11 @@ class Sliding(Span):
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        integer(self.window, "Sliding.window", minimum=1)
-        if self.memory is not None and integer(self.memory, "Sliding.memory", minimum=1) < self.window:
+        object.__setattr__(self, "window", _width(self.window, "Sliding.window"))
+        if self.memory is None:
+            return
+        object.__setattr__(self, "memory", integer(self.memory, "Sliding.memory", minimum=1))
+        if self.memory < self.window:
             raise ValueError(
                 f"Sliding.memory is {self.memory} with a window of {self.window}; expected memory >= window, "
                 f"or None for the default"
@@ -105,7 +108,7 @@ class Chunked(Span):
     size: int
 
     def __post_init__(self) -> None:
-        integer(self.size, "Chunked.size", minimum=1)
+        object.__setattr__(self, "size", _width(self.size, "Chunked.size"))
 
     def begin(self, position: Position) -> Position:
         return position - position % self.size
@@ -118,6 +121,14 @@ class Chunked(Span):
 
     def num_retained(self, capacity: int) -> int:
         return self.size
+
+
+def _width(value: object, what: str) -> int:
+    """How many positions a span covers: in 64 bits, like the positions that it is subtracted from."""
+    width = integer(value, what, minimum=1)
+    if width >= 2**63:
+        raise ValueError(f"{what} is {width}; expected less than 2**63, or Full() to see everything")
+    return width
 
 
 def num_blocks(span: Span, *, block_size: int, max_sequences: int, capacity: int, max_batch: int) -> int:

@@ -30,12 +30,18 @@ MAX_POSITION = 2**31 - 2
 
 
 def integer(value: object, what: str, minimum: int = 0) -> int:
-    """`value` as an `int` of at least `minimum`; NumPy integers pass, floats, bools and text do not."""
+    """`value` as an `int` of at least `minimum`; NumPy's and PyTorch's integers pass, floats, bools and text do not.
+
+    What it returns is what counts: other integers wrap around at their own size, or are not equal to those of Python.
+    """
     if type(value) is int and value >= minimum:  # sixty times in a step, and the check of a protocol takes 5 µs
         return value
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected an integer")
-    number = operator.index(value)
+    try:
+        number = operator.index(value)
+    except TypeError as error:  # arrays of several numbers, or of floats
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected an integer") from error
     if number < minimum:
         raise ValueError(f"{what} is {number}; expected at least {minimum}")
     return number
@@ -82,13 +88,13 @@ class Media:
     num_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        integer(self.index, "Media.index")
+        object.__setattr__(self, "index", integer(self.index, "Media.index"))
         try:
             hash(self.key)
         except TypeError as error:
             raise TypeError(f"Media.key is {self.key!r}; expected something hashable, as a text or bytes") from error
         if self.num_tokens is not None:
-            integer(self.num_tokens, "Media.num_tokens", minimum=1)
+            object.__setattr__(self, "num_tokens", integer(self.num_tokens, "Media.num_tokens", minimum=1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,8 @@ class CacheConfig:
     mask_dtype: str = "f32"
 
     def __post_init__(self) -> None:
-        integer(self.padding, "CacheConfig.padding", minimum=1)
+        flag(self.permuted_values, "CacheConfig.permuted_values")
+        object.__setattr__(self, "padding", integer(self.padding, "CacheConfig.padding", minimum=1))
         if self.mask_dtype not in MASK_DTYPES:
             raise ValueError(f"CacheConfig.mask_dtype is {self.mask_dtype!r}; expected one of {', '.join(MASK_DTYPES)}")
 

@@ -54,6 +54,10 @@ def numbers(*shape: int) -> Any:
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
 
+def torch_scalar(value: int) -> Any:
+    return pytest.importorskip("torch").tensor(value)
+
+
 @dataclass(frozen=True)
 class Contender:
     """`layers`: which layers a pass puts; `rows`: what it puts; `has_media`: a medium stands at position 0."""
@@ -292,6 +296,42 @@ def test_numpy_integers_and_arrays_are_integers(contender: Contender) -> None:
     contender.forward(cache, np.arange(3).tolist(), 0)
     cache.start_forward(Batch(np.arange(3, 5), np.zeros(2, np.int32)))
     assert cache.sequence(0).seq_len == 5
+
+
+INTEGERS = [np.int8, np.uint8, np.uint32, np.uint64, np.array, pytest.param(torch_scalar, id="torch")]
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_integers_of_other_kinds_mean_what_they_say(contender: Contender, kind: Callable[[int], Any]) -> None:
+    def answers(n: Callable[[int], Any]) -> list[Any]:
+        cache = contender.made()
+        contender.forward(cache, range(4), 0)
+        contender.forward(cache, [4, 5], 0)
+        cache.copy_prefix(n(0), n(1), n(4))
+        contender.forward(cache, [4], 1)
+        cache.remove(n(0), n(5), n(6))
+        cache.sequence(n(1)).truncate(n(4))
+        seen = [(s, p) for s in (0, 1) for p in range(7)]
+        resumable = [(cache.can_resume(n(s), n(p)), cache.resume_point(n(s), n(p))) for s, p in seen]
+        cache.check()
+        return [*picture(cache), resumable]
+
+    assert answers(kind) == answers(int)
+
+
+@pytest.mark.parametrize("wrong", [7.0, "7", None, True, np.array([7, 8])], ids=str)
+def test_sequences_are_named_by_integers(contender: Contender, wrong: Any) -> None:
+    cache = contender.made()
+    contender.forward(cache, [0, 1], 0)
+    for operation in (
+        lambda: cache.can_resume(wrong, 0),
+        lambda: cache.resume_point(wrong, 2),
+        lambda: cache.remove(wrong, 0),
+        lambda: cache.copy_prefix(wrong, 0, 1),
+        lambda: cache.copy_prefix(0, wrong, 1),
+        lambda: cache.sequence(wrong),
+    ):
+        refused(cache, operation, TypeError, match="expected an integer")
 
 
 # --- put, get ---------------------------------------------------------------------------------------------------------

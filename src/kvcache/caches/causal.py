@@ -22,7 +22,7 @@ from kvcache.blocks import BlockStorage
 from kvcache.caches import Cache
 from kvcache.caches.causal_view import CausalSequenceView
 from kvcache.caches.forward import Forward, Padded, group_rows
-from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
+from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range, check_sequence
 from kvcache.caches.tables import Removal, Tables
 from kvcache.formats import Format
 from kvcache.kernels.rope import RopeShift
@@ -219,7 +219,7 @@ class CausalCache(Cache):
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        check_copy(source, target, length)
+        source, target, length = check_copy(source, target, length)
         self._check_committed(target)
 
         def effect() -> None:
@@ -230,11 +230,11 @@ class CausalCache(Cache):
 
     def can_resume(self, sequence: int, position: int) -> bool:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        return self._tables.can_resume(sequence, integer(position, "position"))
+        return self._tables.can_resume(check_sequence(sequence), integer(position, "position"))
 
     def resume_point(self, sequence: int, position: int) -> int:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        return self._tables.resume_point(sequence, integer(position, "position"))
+        return self._tables.resume_point(check_sequence(sequence), integer(position, "position"))
 
     def stopping_point(self, sequence: int, position: int) -> int:
         return position
@@ -246,7 +246,7 @@ class CausalCache(Cache):
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        check_range(sequence, begin, end)
+        sequence, begin, end = check_range(sequence, begin, end)
         if begin == 0 and end is None:
             return lambda: self._free(sequence)
         if not drop_appended:
@@ -269,9 +269,7 @@ class CausalCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        limits = self._lifecycle.limits
-        integer(sequence, "sequence", minimum=-(2**63))
-        return CausalSequenceView(sequence, limits, self)
+        return CausalSequenceView(check_sequence(sequence), self._lifecycle.limits, self)
 
     def usage(self) -> Usage:
         self._lifecycle.limits  # noqa: B018  raises when closed

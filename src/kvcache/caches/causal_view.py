@@ -47,7 +47,7 @@ class CausalSequenceView(SequenceView):
 
     def append(self, layer: int, keys: Array, values: Array) -> Appended:
         storage, tables = self._cache.storage, self._cache.tables
-        integer(layer, "layer")
+        layer = integer(layer, "layer")
         keys = storage.backend.asarray(keys, layer, "keys")
         num_tokens = len(keys) if len(keys.shape) else 1  # a number is refused with its shape
         if not num_tokens:
@@ -73,7 +73,7 @@ class CausalSequenceView(SequenceView):
         self.prepare_commit(num_tokens)()
 
     def prepare_commit(self, num_tokens: int) -> Callable[[], None]:
-        integer(num_tokens, "num_tokens")
+        num_tokens = integer(num_tokens, "num_tokens")
         table = self._table
         appended = table.appended if table else {}
         for layer in self._cache.storage.layers if num_tokens else ():
@@ -93,11 +93,11 @@ class CausalSequenceView(SequenceView):
         return effect
 
     def views(self, layer: int) -> list[View]:
-        return self._views(layer, 0)
+        return self._views(integer(layer, "layer"), 0)
 
     def packed_views(self, layer: int) -> list[PackedView]:
         storage = self._cache.storage
-        stored = storage.layer(layer)
+        stored = storage.layer(integer(layer, "layer"))
         packed = []
         for slots, start in self._runs(0, within_blocks=True):
             # From the run's first slot to the end of its block: as far as a kernel may read.
@@ -115,8 +115,8 @@ class CausalSequenceView(SequenceView):
 
     def contiguous_kv(self, layer: int, length: int) -> ContiguousKV | None:
         storage, table = self._cache.storage, self._table
+        layer, length = integer(layer, "layer"), integer(length, "length", minimum=1)
         appended = table.appended.get(layer, 0) if table else 0
-        integer(length, "length", minimum=1)
         if length > self.seq_len + appended:
             raise ValueError(
                 f"length is {length} and the sequence has {self.seq_len} tokens and {appended} appended; expected no "
@@ -135,7 +135,7 @@ class CausalSequenceView(SequenceView):
         return self._cache.storage.backend.device(integer(layer, "layer"))
 
     def truncate(self, seq_len: int) -> None:
-        check_truncation(seq_len, self.seq_len)
+        seq_len = check_truncation(seq_len, self.seq_len)
         self._cache.prepare_remove(self._sequence, seq_len, drop_appended=True)()
 
     def free(self) -> None:

@@ -22,7 +22,7 @@ from kvcache import backends, formats, kernels
 from kvcache.backends import Backend
 from kvcache.caches import Cache
 from kvcache.caches.forward import UNBOUNDED, group_rows
-from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
+from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range, check_sequence
 from kvcache.caches.published import Published
 from kvcache.caches.tokenless_view import TokenlessView
 from kvcache.errors import CorruptState, NotSupported
@@ -91,7 +91,7 @@ class EncoderCache(Cache):
     def encoder_cached(self, sequence: int) -> bool:
         """Whether the sequence has media and all of them are filled: the encoder need not run for it."""
         self._lifecycle.limits  # noqa: B018  raises when closed
-        known = self._sequences.get(sequence)
+        known = self._sequences.get(check_sequence(sequence))
         return known is not None and bool(known.entries) and all(map(self._is_filled, known.entries))
 
     def put(self, keys: Array, values: Array) -> None:
@@ -238,7 +238,7 @@ class EncoderCache(Cache):
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        check_copy(source, target, length)
+        source, target, length = check_copy(source, target, length)
 
         def effect() -> None:
             self._pass = None
@@ -252,17 +252,16 @@ class EncoderCache(Cache):
 
     def can_resume(self, sequence: int, position: int) -> bool:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        if integer(position, "position") == 0:
+        position, known = integer(position, "position"), self._sequences.get(check_sequence(sequence))
+        if position == 0:
             return True
-        known = self._sequences.get(sequence)
         if known is None or position > known.end:
             return False
         return all(self._is_filled(entry) for entry in known.entries if entry.position < position)
 
     def resume_point(self, sequence: int, position: int) -> int:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        integer(position, "position")
-        known = self._sequences.get(sequence)
+        position, known = integer(position, "position"), self._sequences.get(check_sequence(sequence))
         if known is None:
             return 0
         missing = [entry.position for entry in known.entries if not self._is_filled(entry)]
@@ -278,7 +277,7 @@ class EncoderCache(Cache):
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        check_range(sequence, begin, end)
+        sequence, begin, end = check_range(sequence, begin, end)
 
         def effect() -> None:
             known = self._sequences.get(sequence)
@@ -298,9 +297,7 @@ class EncoderCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        return TokenlessView(
-            integer(sequence, "sequence", minimum=-(2**63)), self._lifecycle.limits, self, "EncoderCache", self.advance
-        )
+        return TokenlessView(check_sequence(sequence), self._lifecycle.limits, self, "EncoderCache", self.advance)
 
     def usage(self) -> Usage:
         self._lifecycle.limits  # noqa: B018  raises when closed

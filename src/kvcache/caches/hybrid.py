@@ -16,7 +16,7 @@ from kvcache import backends
 from kvcache.backends import Backend
 from kvcache.caches import Cache
 from kvcache.caches.encoder import EncoderCache
-from kvcache.caches.lifecycle import Lifecycle, check_range, check_truncation
+from kvcache.caches.lifecycle import Lifecycle, check_range, check_sequence, check_truncation
 from kvcache.caches.tokenless_view import TokenlessView
 from kvcache.errors import NotSupported
 from kvcache.spec import Array, Batch, CacheConfig, Device, History, SequenceUsage, Usage, integer
@@ -48,7 +48,8 @@ class HybridCache(Cache):
     def set_layer(self, layer: int) -> None:
         self._lifecycle.limits  # noqa: B018  raises when closed
         if self.layer_types is not None:
-            if integer(layer, "layer") >= len(self.layer_types):
+            layer = integer(layer, "layer")
+            if layer >= len(self.layer_types):
                 raise ValueError(
                     f"layer is {layer}; expected one of the {len(self.layer_types)} that layer_types names"
                 )
@@ -131,6 +132,7 @@ class HybridCache(Cache):
         return all(member.can_resume(sequence, position) for member in self.members)
 
     def resume_point(self, sequence: int, position: int) -> int:
+        position = integer(position, "position")
         return _agreed(position, [partial(member.resume_point, sequence) for member in self.members])
 
     def stopping_point(self, sequence: int, position: int) -> int:
@@ -142,7 +144,7 @@ class HybridCache(Cache):
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
-        check_range(sequence, begin, end)
+        sequence, begin, end = check_range(sequence, begin, end)
         seq_len = self.sequence(sequence).seq_len
         if begin < seq_len and (end is None or end >= seq_len):
             # A member with checkpoints cannot stop just anywhere: all go back to one of them.
@@ -158,6 +160,7 @@ class HybridCache(Cache):
         )
 
     def sequence(self, sequence: int) -> SequenceView:
+        sequence = check_sequence(sequence)
         return HybridSequenceView(
             [member.sequence(sequence) for member in self.members], self.layer_types, self, sequence
         )
@@ -187,7 +190,8 @@ class HybridCache(Cache):
             member.check()
 
     def _type(self, layer_type: int) -> int:
-        if integer(layer_type, "layer type") >= len(self.members):
+        layer_type = integer(layer_type, "layer type")
+        if layer_type >= len(self.members):
             raise ValueError(f"layer type is {layer_type}; expected an index into the {len(self.members)} members")
         return layer_type
 
@@ -242,7 +246,7 @@ class HybridSequenceView(SequenceView):
         return self._of(layer).layer_device(layer)
 
     def truncate(self, seq_len: int) -> None:
-        check_truncation(seq_len, self.seq_len)
+        seq_len = check_truncation(seq_len, self.seq_len)
         self._cache.prepare_remove(self._sequence, seq_len, drop_appended=True)()
 
     def free(self) -> None:
@@ -254,7 +258,8 @@ class HybridSequenceView(SequenceView):
             raise ValueError(
                 "the hybrid has no layer_types; give HybridCache(..., layer_types=[...]) to drive single sequences"
             )
-        if integer(layer, "layer") >= len(self._layer_types):
+        layer = integer(layer, "layer")
+        if layer >= len(self._layer_types):
             raise ValueError(f"layer is {layer}; expected one of the {len(self._layer_types)} that layer_types names")
         return self._views[self._layer_types[layer]]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 from kvcache.backends import Backend
 from kvcache.spec import MAX_POSITION, Batch, CacheConfig, integer
 
-__all__ = ["Lifecycle", "Limits", "check_copy", "check_growth", "check_range", "check_truncation"]
+__all__ = ["Lifecycle", "Limits", "check_copy", "check_growth", "check_range", "check_sequence", "check_truncation"]
 
 
 class Limits(NamedTuple):
@@ -91,19 +91,23 @@ class Lifecycle:
         return self._limits
 
 
-def check_range(sequence: int, begin: int, end: int | None) -> None:
-    """Raise unless [begin, end) is a range of positions."""
-    integer(sequence, "sequence", minimum=-(2**63))
-    integer(begin, "begin")
-    if end is not None and integer(end, "end") < begin:
+def check_sequence(sequence: int, what: str = "sequence") -> int:
+    """The id of a sequence as an `int`; raises `TypeError` for what is none."""
+    return integer(sequence, what, minimum=-(2**63))
+
+
+def check_range(sequence: int, begin: int, end: int | None) -> tuple[int, int, int | None]:
+    """The arguments of `remove` as `int`s; raises unless [begin, end) is a range of positions."""
+    sequence, begin = check_sequence(sequence), integer(begin, "begin")
+    end = None if end is None else integer(end, "end")
+    if end is not None and end < begin:
         raise ValueError(f"the range is [{begin}, {end}); expected begin <= end")
+    return sequence, begin, end
 
 
-def check_copy(source: int, target: int, length: int) -> None:
-    """Raise unless the arguments of `copy_prefix` are integers and the length is not negative."""
-    integer(source, "source", minimum=-(2**63))
-    integer(target, "target", minimum=-(2**63))
-    integer(length, "length")
+def check_copy(source: int, target: int, length: int) -> tuple[int, int, int]:
+    """The arguments of `copy_prefix` as `int`s; raises unless they are integers and the length is not negative."""
+    return check_sequence(source, "source"), check_sequence(target, "target"), integer(length, "length")
 
 
 def check_growth(sequence: int, end: int, num_tokens: int) -> None:
@@ -115,7 +119,9 @@ def check_growth(sequence: int, end: int, num_tokens: int) -> None:
         )
 
 
-def check_truncation(seq_len: int, end: int) -> None:
-    """Raise unless a sequence that ends at `end` can be cut to `seq_len` tokens."""
-    if integer(seq_len, "seq_len") > end:
+def check_truncation(seq_len: int, end: int) -> int:
+    """`seq_len` as an `int`; raises unless a sequence that ends at `end` can be cut to so many tokens."""
+    seq_len = integer(seq_len, "seq_len")
+    if seq_len > end:
         raise ValueError(f"seq_len is {seq_len} and the sequence has {end} tokens; expected no more than that")
+    return seq_len

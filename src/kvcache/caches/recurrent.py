@@ -24,7 +24,7 @@ from kvcache import backends, formats
 from kvcache.backends import Backend
 from kvcache.caches import Cache
 from kvcache.caches.forward import group_rows
-from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range
+from kvcache.caches.lifecycle import Lifecycle, check_copy, check_range, check_sequence
 from kvcache.caches.published import Published
 from kvcache.caches.tokenless_view import TokenlessView
 from kvcache.errors import CorruptState, NotSupported
@@ -213,7 +213,7 @@ class RecurrentCache(Cache):
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        check_copy(source, target, length)
+        source, target, length = check_copy(source, target, length)
 
         def effect() -> None:
             self._pass = None
@@ -226,15 +226,14 @@ class RecurrentCache(Cache):
 
     def can_resume(self, sequence: int, position: int) -> bool:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        if integer(position, "position") == 0:
+        position, known = integer(position, "position"), self._sequences.get(check_sequence(sequence))
+        if position == 0:
             return True
-        known = self._sequences.get(sequence)
         return known is not None and known.state_at(position) is not None
 
     def resume_point(self, sequence: int, position: int) -> int:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        integer(position, "position")
-        known = self._sequences.get(sequence)
+        position, known = integer(position, "position"), self._sequences.get(check_sequence(sequence))
         if known is None:
             return 0
         live = {known.end} if known.live is not None else set()
@@ -250,7 +249,7 @@ class RecurrentCache(Cache):
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
-        check_range(sequence, begin, end)
+        sequence, begin, end = check_range(sequence, begin, end)
         known = self._sequences.get(sequence)
         if known is None or begin >= known.end or begin == end:
             return lambda: None
@@ -276,9 +275,7 @@ class RecurrentCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        return TokenlessView(
-            integer(sequence, "sequence", minimum=-(2**63)), self._lifecycle.limits, self, "RecurrentCache"
-        )
+        return TokenlessView(check_sequence(sequence), self._lifecycle.limits, self, "RecurrentCache")
 
     def keep(self, sequence: int, at_most: int) -> None:
         """Make the state where `sequence` stands a checkpoint, now; of its lowest ones none beyond `at_most` stay."""

@@ -65,7 +65,8 @@ class TokenlessView(SequenceView):
         self.prepare_commit(num_tokens)()
 
     def prepare_commit(self, num_tokens: int) -> Callable[[], None]:
-        if not integer(num_tokens, "num_tokens"):
+        num_tokens = integer(num_tokens, "num_tokens")
+        if not num_tokens:
             return lambda: None
         if self._advance is None:
             self._refuse("commit")
@@ -90,8 +91,7 @@ class TokenlessView(SequenceView):
         return self._owner.backend.device(integer(layer, "layer"))
 
     def truncate(self, seq_len: int) -> None:
-        check_truncation(seq_len, self.seq_len)
-        self._owner.remove(self._sequence, seq_len)
+        self._owner.remove(self._sequence, check_truncation(seq_len, self.seq_len))
 
     def free(self) -> None:
         self._owner.remove(self._sequence, 0)

@@ -44,8 +44,7 @@ def cache_for(
     layout = layout_of(model)
     capacity = integer(capacity, "capacity", minimum=1)
     size = DEFAULT_BLOCK_SIZE if block_size is None else min(integer(block_size, "block_size", minimum=1), capacity)
-    if memory is not None:
-        integer(memory, "memory", minimum=1)
+    memory = None if memory is None else integer(memory, "memory", minimum=1)
     name = dtype_name(model.dtype) if dtype == "auto" else dtype
     backend = backend_of(model)
     formats.pair(name, backend)  # unknown names raise before anything is made
