@@ -472,6 +472,16 @@ def test_media_that_only_some_layers_have_are_missing() -> None:
     assert cache.encoder_cached(3) and cache.can_resume(3, 2)
 
 
+def test_a_reserved_put_makes_no_medium_missing() -> None:
+    cache = encoder()
+    show(cache, 0, 3, "cat", 0, 2)
+    cache.start_forward(Batch([1, 2], [3, 3], [Media(0, "dog", 2), Media(1, "cow", 1)]), reserve=True)
+    cache.set_layer(1)
+    cache.put(*image(10, 3))
+    assert len(cache.get().keys) == 3
+    assert cache.encoder_cached(3) and cache.can_resume(3, 1)
+
+
 def test_media_are_shared_by_reference() -> None:
     cache = encoder()
     show(cache, 0, 3, "cat", 0, 4)
@@ -552,6 +562,27 @@ def test_media_whose_keys_and_values_do_not_match() -> None:
     cache.put(image(0, 5)[0], image(0, 3)[1])
     with pytest.raises(ValueError, match="as many rows"):
         cache.attend(np.ones((1, 2, 4), np.float32))
+
+
+def test_media_of_unequal_rows_are_read_alone() -> None:
+    """No mask fits keys and values of different lengths."""
+    cache = encoder()
+    keys, values = image(0, 5)[0], image(0, 3)[1]
+    cache.start_forward(Batch([0, 0], [0, 1], media=[Media(0, "cat")]))
+    refused([cache], lambda: cache.put(keys, values))
+    cache.start_forward(Batch([0], [0], media=[Media(0, "cat")]))
+    cache.put(keys, values)
+    assert [len(rows) for rows in cache.get()[:2]] == [5, 3]
+    cache.start_forward(Batch([1, 1], [0, 1]))
+    refused([cache], cache.get, NotSupported)
+
+
+def test_equal_media_at_one_place_are_two() -> None:
+    cache = encoder()
+    for _ in range(2):
+        cache.start_forward(Batch([0], [3], [Media(0, "cat", 2), Media(0, "cat", 1)]))
+        cache.put(*image(0, 3))
+        assert rows_of(cache, 3) == [[0, 1, 2]]
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

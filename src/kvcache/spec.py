@@ -138,7 +138,7 @@ class Batch:
 class History(NamedTuple):
     """What the queries of a batch see.
 
-    Keys [S,H,D], values [S,H,Dv] ([H,Dv,S] when permuted), mask [T,S] additive or `None`.
+    Keys [S,H,D], values [S,H,Dv] ([H,Dv,S] when permuted), mask [T,S] additive or `None`; layers of a pass share it.
     """
 
     keys: Array

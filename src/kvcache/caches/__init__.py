@@ -46,7 +46,10 @@ class Cache(ABC):
 
     @abstractmethod
     def get(self) -> History:
-        """Everything that the batch's tokens see in the active layer, with the mask that says who sees what."""
+        """Everything that the batch's tokens see in the active layer, with the mask that says who sees what.
+
+        Layers of a pass share the mask, and keys and values may lie in the cache: read them, do not write to them.
+        """
 
     @abstractmethod
     def attend(

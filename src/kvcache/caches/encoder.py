@@ -5,7 +5,7 @@ the puts of that pass fill them, layer by layer. Positions matter to `remove`, `
 query sees all media of its own sequence. Entries are immutable and shared by reference.
 
     start_forward(Batch([0, 1, 2], [7, 7, 7], media=[Media(index=1, key="cat")]))
-    put(keys [n,H,D], values [n,H,Dv])      # any n, and with one Media any shape
+    put(keys [n,H,D], values [n,H,Dv])      # any n, and with one Media in one sequence any shape
     get()                                   # one sequence: as stored, no mask
 """
 
@@ -95,7 +95,10 @@ class EncoderCache(Cache):
         return known is not None and bool(known.entries) and all(map(self._is_filled, known.entries))
 
     def put(self, keys: Array, values: Array) -> None:
-        """Fill the media of this batch: one with rows of any shape, several with their rows one after the other."""
+        """Fill the media of this batch: one with rows of any shape, several with their rows one after the other.
+
+        In a batch of several sequences there are as many rows of keys as of values.
+        """
         current, layer = self._started()
         if not current.filling:
             raise ValueError(
@@ -108,7 +111,8 @@ class EncoderCache(Cache):
         ]
         for (_, entry), stored in zip(current.filling, encoded, strict=True):
             entry.layers[layer] = stored
-        self._layers.add(layer)
+        if not current.is_reserved:
+            self._layers.add(layer)
 
     def get(self) -> History:
         """See `Cache.get`: for a batch of one sequence as stored and without a mask, so columns are not padded then."""
@@ -117,6 +121,11 @@ class EncoderCache(Cache):
         stored = [pair for pairs in found.values() for pair in pairs]
         if not stored:
             raise ValueError(f"no media of the batch's sequences were put in layer {layer}; put keys and values first")
+        if len(current.rows) > 1 and any(k.array.shape[0] != v.array.shape[0] for k, v in stored):
+            raise NotSupported(
+                f"media of {[(k.array.shape[0], v.array.shape[0]) for k, v in stored]} rows of keys and values have no "
+                f"mask between sequences; read one sequence at a time"
+            )
         config = self._lifecycle.config
         keys, values = (self._joined([pair[side] for pair in stored]) for side in (0, 1))
         if config.permuted_values and len(values.shape) != 3:
@@ -225,10 +234,10 @@ class EncoderCache(Cache):
             for sequence, rows in current.rows.items():
                 known = self._sequences.setdefault(sequence, _Sequence())
                 known.end = max(known.end, max(batch.positions[row] for row in rows) + 1)
-            for media, entry in filling:
-                entries = self._sequences[batch.sequences[media.index]].entries
-                # The same medium at the same place again replaces what was there.
+            new = [(self._sequences[batch.sequences[media.index]].entries, entry) for media, entry in filling]
+            for entries, entry in new:  # the same medium at the same place again replaces what was there
                 entries[:] = [e for e in entries if (e.key, e.position) != (entry.key, entry.position)]
+            for entries, entry in new:
                 entries.append(entry)
 
         return effect
@@ -397,6 +406,11 @@ class EncoderCache(Cache):
             raise ValueError(f"keys {list(rows[0].shape)} and values {list(rows[1].shape)} are empty; expected rows")
         counts = [media.num_tokens for media, _ in current.filling]
         if len(counts) == 1 and counts[0] is None:
+            if len(current.rows) > 1 and rows[0].shape[0] != rows[1].shape[0]:
+                raise ValueError(
+                    f"keys {list(rows[0].shape)}, values {list(rows[1].shape)} in a batch of {len(current.rows)} "
+                    f"sequences; expected as many rows in each, for the mask between sequences"
+                )
             return [(rows[0], rows[1])]
         expected = sum(count or 0 for count in counts)
         if any(array.shape[0] != expected for array in rows):
