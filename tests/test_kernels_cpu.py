@@ -550,6 +550,19 @@ def test_writes_that_do_not_fit_raise() -> None:
         CpuKernel().shift(on_meta, np.array([1]), np.array([1]), Rotation(np.ones(32), False, 0))
 
 
+def test_where_there_is_nothing_nothing_is_done() -> None:
+    cpu_build.build()
+    for rows in (torch.zeros(2, 0, 32), torch.zeros(0, 3, 32)):
+        stored_rows = Stored(torch.zeros(4, rows.shape[1], 16, 32), formats.create("f32", BACKEND), 32)
+        slots = np.arange(len(rows))
+        CpuKernel().put(stored_rows, stored_rows, slots, rows, rows)
+        CpuKernel().shift(stored_rows, slots, slots + 1, Rotation(np.ones(4), False, 0))
+        assert not stored_rows.array.any()
+    for shape in ((4, 0), (0, 8)):
+        x = torch.zeros(shape, dtype=torch.bfloat16)
+        assert cpu_build.operators().rms_norm(x, x.new_zeros(shape[1]), 0.0, 1e-5, True).shape == shape
+
+
 # --- the build --------------------------------------------------------------------------------------------------------
 
 

@@ -112,15 +112,17 @@ void put(const at::Tensor& keys, const at::Tensor& values, int64_t key_format, i
   const kv::Store stores[] = {store_of(keys, key_format, new_keys.size(2)),
                               store_of(values, value_format, new_values.size(2))};
   const kv::Rows rows[] = {rows_of(new_keys), rows_of(new_values)};
-  kv::put(stores, rows, 2, slots.data_ptr<int64_t>(), slots.numel(), int(keys.size(1)), keys.size(2));
+  if (new_keys.numel() > 0)
+    kv::put(stores, rows, 2, slots.data_ptr<int64_t>(), slots.numel(), int(keys.size(1)), keys.size(2));
 }
 
 void shift(const at::Tensor& keys, int64_t format, int64_t dim, const at::Tensor& slots, const at::Tensor& offsets,
            const at::Tensor& inv_freq, int64_t begin, bool interleaved) {
   check_slots(slots, keys);
   const kv::Rotation rotation = {inv_freq.data_ptr<double>(), int(inv_freq.numel()), int(begin), interleaved};
-  kv::shift(store_of(keys, format, dim), slots.data_ptr<int64_t>(), offsets.data_ptr<int64_t>(), slots.numel(),
-            int(keys.size(1)), keys.size(2), rotation);
+  if (keys.numel() > 0 && dim > 0)
+    kv::shift(store_of(keys, format, dim), slots.data_ptr<int64_t>(), offsets.data_ptr<int64_t>(), slots.numel(),
+              int(keys.size(1)), keys.size(2), rotation);
 }
 
 // GELU by tanh of each value; the result lies in memory as x does.
@@ -142,8 +144,9 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double offset
   const int64_t dim = from.size(-1);
   TORCH_CHECK_VALUE(dim == weight.numel(), "rows have ", dim, " values and the weight has ", weight.numel());
   const at::Tensor scale = weight.contiguous();
-  kv::normalise({scale.data_ptr(), format_of(scale.scalar_type()), float(offset), float(eps), rounds_first},
-                from.data_ptr(), to.data_ptr(), format_of(from.scalar_type()), from.numel() / dim, int(dim));
+  if (from.numel() > 0)
+    kv::normalise({scale.data_ptr(), format_of(scale.scalar_type()), float(offset), float(eps), rounds_first},
+                  from.data_ptr(), to.data_ptr(), format_of(from.scalar_type()), from.numel() / dim, int(dim));
   return to;
 }
 
