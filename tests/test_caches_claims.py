@@ -220,9 +220,11 @@ def test_spans_that_make_no_sense(span: Any, sizes: tuple[int, ...]) -> None:
         span(*sizes)
 
 
-@pytest.mark.parametrize("config", [{"padding": 0}, {"mask_dtype": "f64"}, {"padding": -2}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"padding": 0}, {"mask_dtype": "f64"}, {"padding": -2}, {"permuted_values": "no"}], ids=str
+)
 def test_configurations_that_make_no_sense(config: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises((ValueError, TypeError), match=r"CacheConfig.* is .*; expected"):
         CacheConfig(**config)
 
 
@@ -259,6 +261,21 @@ def test_queries_of_the_wrong_shape(shape: tuple[int, ...]) -> None:
     cache = made()
     forward(cache, [0, 1])
     refused(cache, lambda: cache.attend(numbers(*shape)))
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize("wrong", ["x", True, math.nan, math.inf, [1.0]], ids=str)
+def test_scales_and_softcaps_are_numbers(name: str, wrong: Any) -> None:
+    cache = made()
+    forward(cache, [0, 1])
+    given: dict[str, Any] = {name: wrong}
+    assert f"{name} is {wrong!r}" in str(
+        refused(cache, lambda: cache.attend(numbers(2, 4, D), **given), ValueError, TypeError)
+    )
+    other: dict[str, Any] = {name: np.float32(0.5)}
+    np.testing.assert_array_equal(
+        cache.attend(numbers(2, 4, D), **other), cache.attend(numbers(2, 4, D), **{name: 0.5})
+    )
 
 
 # --- room -------------------------------------------------------------------------------------------------------------

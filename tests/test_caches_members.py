@@ -222,9 +222,9 @@ def test_a_cache_is_given_once() -> None:
     HybridCache(HybridCache(cache), other).init("numpy", "f32", **SIZES)
 
 
-@pytest.mark.parametrize("layer_types", [[2], [-1], ["full"], [1.0]], ids=str)
+@pytest.mark.parametrize("layer_types", [[2], [-1], ["full"], [1.0], 0], ids=str)
 def test_layer_types_name_members(layer_types: list[Any]) -> None:
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((ValueError, TypeError), match=r"layer.type.* is .*; expected"):
         HybridCache(CausalCache(), CausalCache(), layer_types=layer_types)
 
 

@@ -14,10 +14,11 @@ Letters in shapes, everywhere in the package:
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeAlias
 
 __all__ = ["Array", "Batch", "CacheConfig", "Device", "History", "Match", "Media", "SequenceUsage", "Usage"]
 
@@ -45,6 +46,17 @@ def integer(value: object, what: str, minimum: int = 0) -> int:
     if number < minimum:
         raise ValueError(f"{what} is {number}; expected at least {minimum}")
     return number
+
+
+def finite(value: object, what: str) -> float:
+    """`value` as a finite `float`; NumPy's and PyTorch's numbers pass, bools and text do not."""
+    if type(value) is not float:  # once for each layer of a step
+        if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+            raise TypeError(f"{what} is {value!r} ({type(value).__name__}); expected a number")
+        value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"{what} is {value}; expected a finite number")
+    return value
 
 
 def flag(value: object, what: str) -> bool:
@@ -112,7 +124,7 @@ class Batch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "positions", integers(self.positions, "Batch.positions"))
         object.__setattr__(self, "sequences", integers(self.sequences, "Batch.sequences"))
-        object.__setattr__(self, "media", tuple(self.media))
+        object.__setattr__(self, "media", tuple(listed(self.media, "Batch.media", "Media(index, key), listed")))
         if len(self.positions) != len(self.sequences):
             raise ValueError(
                 f"Batch has {len(self.positions)} positions and {len(self.sequences)} sequences; expected one of each "

@@ -181,8 +181,16 @@ def test_views_made_before_close_are_closed_too(contender: Contender) -> None:
     contender.forward(cache, [0, 1], 0)
     view = cache.sequence(0)
     cache.close()
-    with pytest.raises(ValueError, match="close"):
-        _ = view.seq_len
+    for operation in (
+        lambda: view.seq_len,
+        lambda: view.max_seq_len,
+        lambda: view.is_on_gpu,
+        lambda: view.commit(0),
+        lambda: view.truncate(0),
+        view.free,
+    ):
+        with pytest.raises(ValueError, match="close"):
+            operation()
 
 
 def test_init_once(contender: Contender) -> None:
@@ -281,6 +289,8 @@ def test_media_of_the_wrong_kind(contender: Contender) -> None:
     refused(cache, lambda: Media(0, [1]), TypeError, match=r"Media.key is \[1\]; expected something hashable")  # type: ignore[arg-type]
     wrong: Any = [("x",)]
     refused(cache, lambda: Batch([4], [1], media=wrong), TypeError, match=r"Batch.media has \('x',\); expected Media")
+    for unlisted in (None, Media(0, "x")):
+        refused(cache, lambda: Batch([4], [1], unlisted), TypeError, match="Batch.media is .*; expected Media")  # type: ignore[arg-type]  # noqa: B023
 
 
 def test_an_oversized_batch_changes_nothing(contender: Contender) -> None:
@@ -379,6 +389,12 @@ def test_layers_are_counted_from_zero(contender: Contender) -> None:
 
 
 # --- reserve ----------------------------------------------------------------------------------------------------------
+
+
+def test_reserve_is_yes_or_no(contender: Contender) -> None:
+    cache = contender.made()
+    for wrong in ("no", None, 1):
+        refused(cache, lambda: cache.start_forward(contender.batch([0], [0]), wrong), TypeError, match="reserve is")  # type: ignore[arg-type]  # noqa: B023
 
 
 def test_reserve_changes_nothing(contender: Contender) -> None:

@@ -27,7 +27,7 @@ from kvcache.caches.tables import Removal, Tables
 from kvcache.formats import Format
 from kvcache.kernels.rope import RopeShift
 from kvcache.spans import Full, Span
-from kvcache.spec import Array, Batch, CacheConfig, History, Usage, integer
+from kvcache.spec import Array, Batch, CacheConfig, History, Usage, finite, integer
 from kvcache.views import SequenceView
 
 __all__ = ["CausalCache", "Shift"]
@@ -110,6 +110,8 @@ class CausalCache(Cache):
                 f"queries are {list(shape)}; expected [{forward.num_rows}, a multiple of {num_heads}, {head_dim}]: the "
                 "batch's tokens, heads in groups over the key heads, and the keys' head_dim"
             )
+        scale = head_dim**-0.5 if scale is None else finite(scale, "scale")
+        softcap = None if softcap is None else finite(softcap, "softcap")
         if forward.is_reserved:
             return self._storage.backend.zeros((shape[0], shape[1], value_dim), "f32", layer)
         stored = self._storage.layer(layer)
@@ -122,7 +124,7 @@ class CausalCache(Cache):
             stored.keys,
             stored.values,
             forward.attention(self.block_size),
-            scale=shape[2] ** -0.5 if scale is None else scale,
+            scale=scale,
             softcap=softcap,
             sinks=sinks,
         )
@@ -191,7 +193,7 @@ class CausalCache(Cache):
         self.prepare_forward(batch, reserve)()
 
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
-        self._lifecycle.limits.check_batch(batch)
+        self._lifecycle.limits.check_pass(batch, reserve)
         rows = group_rows(batch)
         if reserve:
             return lambda: self._start(self._reserved(batch, rows))
@@ -269,7 +271,8 @@ class CausalCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        return CausalSequenceView(check_sequence(sequence), self._lifecycle.limits, self)
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        return CausalSequenceView(check_sequence(sequence), self._lifecycle, self)
 
     def usage(self) -> Usage:
         self._lifecycle.limits  # noqa: B018  raises when closed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.caches.lifecycle import Limits, check_growth, check_truncation
+from kvcache.caches.lifecycle import Lifecycle, check_growth, check_truncation
 from kvcache.sequences import Sequence
 from kvcache.spec import Array, Device, integer
 from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
@@ -24,11 +24,11 @@ __all__ = ["CausalSequenceView"]
 class CausalSequenceView(SequenceView):
     """One sequence of a `CausalCache`. Holds no state of its own: everything is read from the cache when asked for."""
 
-    __slots__ = ("_cache", "_limits", "_sequence")
+    __slots__ = ("_cache", "_lifecycle", "_sequence")
 
-    def __init__(self, sequence: int, limits: Limits, cache: CausalCache) -> None:
+    def __init__(self, sequence: int, lifecycle: Lifecycle, cache: CausalCache) -> None:
         self._sequence = sequence
-        self._limits = limits
+        self._lifecycle = lifecycle
         self._cache = cache
 
     @property
@@ -38,7 +38,7 @@ class CausalSequenceView(SequenceView):
 
     @property
     def max_seq_len(self) -> int:
-        return self._limits.capacity
+        return self._lifecycle.limits.capacity
 
     @property
     def is_on_gpu(self) -> bool:

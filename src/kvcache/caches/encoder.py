@@ -29,7 +29,7 @@ from kvcache.errors import CorruptState, NotSupported
 from kvcache.formats import Format, Stored
 from kvcache.kernels import AttentionBatch, Segment
 from kvcache.sequences import moved
-from kvcache.spec import Array, Batch, CacheConfig, History, Media, SequenceUsage, Usage, integer
+from kvcache.spec import Array, Batch, CacheConfig, History, Media, SequenceUsage, Usage, finite, integer
 from kvcache.views import SequenceView
 
 __all__ = ["EncoderCache"]
@@ -165,7 +165,8 @@ class EncoderCache(Cache):
         heads, head_dim = keys.array.shape[1], keys.head_dim
         if len(shape) != 3 or shape[0] != num_tokens or shape[2] != head_dim or not shape[1] or shape[1] % heads:
             raise ValueError(f"queries are {list(shape)}; expected [{num_tokens}, a multiple of {heads}, {head_dim}]")
-        scale = head_dim**-0.5 if scale is None else scale
+        scale = head_dim**-0.5 if scale is None else finite(scale, "scale")
+        softcap = None if softcap is None else finite(softcap, "softcap")
         kernel = kernels.choose(queries, keys, values)
         return kernel.attend(
             queries, keys, values, self._segments(current, found), scale=scale, softcap=softcap, sinks=sinks
@@ -219,7 +220,7 @@ class EncoderCache(Cache):
         self.prepare_forward(batch, reserve)()
 
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
-        self._lifecycle.limits.check_batch(batch)
+        self._lifecycle.limits.check_pass(batch, reserve)
         if len(batch.media) > 1 and any(media.num_tokens is None for media in batch.media):
             raise ValueError(
                 f"the batch has {len(batch.media)} media; expected num_tokens on each, to share out the put"
@@ -306,7 +307,8 @@ class EncoderCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        return TokenlessView(check_sequence(sequence), self._lifecycle.limits, self, "EncoderCache", self.advance)
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        return TokenlessView(check_sequence(sequence), self._lifecycle, self, "EncoderCache", self.advance)
 
     def usage(self) -> Usage:
         self._lifecycle.limits  # noqa: B018  raises when closed

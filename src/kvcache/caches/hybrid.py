@@ -19,7 +19,7 @@ from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.lifecycle import Lifecycle, check_range, check_sequence, check_truncation
 from kvcache.caches.tokenless_view import TokenlessView
 from kvcache.errors import NotSupported
-from kvcache.spec import Array, Batch, CacheConfig, Device, History, SequenceUsage, Usage, integer
+from kvcache.spec import Array, Batch, CacheConfig, Device, History, SequenceUsage, Usage, integer, listed
 from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
 
 __all__ = ["HybridCache"]
@@ -39,7 +39,9 @@ class HybridCache(Cache):
         if len({id(cache) for cache in leaves}) != len(leaves):
             raise ValueError("HybridCache got the same cache twice; expected one cache per kind of layer")
         self.members = caches
-        self.layer_types = None if layer_types is None else tuple(self._type(i) for i in layer_types)
+        if layer_types is not None:
+            layer_types = tuple(map(self._type, listed(layer_types, "layer_types", "the member of each layer")))
+        self.layer_types = layer_types
         self._active = 0
         self._lifecycle = Lifecycle()
 

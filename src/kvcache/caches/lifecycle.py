@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from kvcache.backends import Backend
-from kvcache.spec import MAX_POSITION, Batch, CacheConfig, integer
+from kvcache.spec import MAX_POSITION, Batch, CacheConfig, flag, integer
 
 __all__ = ["Lifecycle", "Limits", "check_copy", "check_growth", "check_range", "check_sequence", "check_truncation"]
 
@@ -18,7 +18,9 @@ class Limits(NamedTuple):
     capacity: int
     max_batch: int
 
-    def check_batch(self, batch: Batch) -> None:
+    def check_pass(self, batch: Batch, reserve: bool) -> None:
+        """Raise unless `start_forward` can take these."""
+        flag(reserve, "reserve")
         if not isinstance(batch, Batch):
             raise TypeError(f"start_forward got {type(batch).__name__}; expected a kvcache.Batch")
         if len(batch) > self.max_batch:

@@ -180,7 +180,7 @@ class RecurrentCache(Cache):
         self.prepare_forward(batch, reserve)()
 
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
-        self._lifecycle.limits.check_batch(batch)
+        self._lifecycle.limits.check_pass(batch, reserve)
         rows = group_rows(batch)
         before: list[_States] = []
         for sequence, own in rows.items():
@@ -275,7 +275,8 @@ class RecurrentCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        return TokenlessView(check_sequence(sequence), self._lifecycle.limits, self, "RecurrentCache")
+        self._lifecycle.limits  # noqa: B018  raises when closed
+        return TokenlessView(check_sequence(sequence), self._lifecycle, self, "RecurrentCache")
 
     def keep(self, sequence: int, at_most: int) -> None:
         """Make the state where `sequence` stands a checkpoint, now; of its lowest ones none beyond `at_most` stay."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NoReturn, Protocol, final
 
 from kvcache.backends import Backend
-from kvcache.caches.lifecycle import Limits, check_growth, check_truncation
+from kvcache.caches.lifecycle import Lifecycle, check_growth, check_truncation
 from kvcache.errors import NotSupported
 from kvcache.spec import Array, Device, integer
 from kvcache.views import Appended, ContiguousKV, PackedView, SequenceView, View
@@ -30,19 +30,19 @@ class TokenlessView(SequenceView):
     advance: what `commit` of tokens that other members of a hybrid store does; without it they cannot be committed.
     """
 
-    __slots__ = ("_advance", "_kind", "_limits", "_owner", "_sequence")
+    __slots__ = ("_advance", "_kind", "_lifecycle", "_owner", "_sequence")
 
     def __init__(
         self,
         sequence: int,
-        limits: Limits,
+        lifecycle: Lifecycle,
         owner: _Owner,
         kind: str,
         advance: Callable[[int, int], None] | None = None,
     ) -> None:
         self._advance = advance
         self._sequence = sequence
-        self._limits = limits
+        self._lifecycle = lifecycle
         self._owner = owner
         self._kind = kind
 
@@ -52,11 +52,12 @@ class TokenlessView(SequenceView):
 
     @property
     def max_seq_len(self) -> int:
-        return self._limits.capacity
+        return self._lifecycle.limits.capacity
 
     @property
     def is_on_gpu(self) -> bool:
-        return any(self._owner.backend.device(layer).is_gpu for layer in self._owner.layers())
+        backend = self._owner.backend
+        return any(backend.device(layer).is_gpu for layer in self._owner.layers())
 
     def append(self, layer: int, keys: Array, values: Array) -> Appended:
         self._refuse("append")
@@ -65,6 +66,7 @@ class TokenlessView(SequenceView):
         self.prepare_commit(num_tokens)()
 
     def prepare_commit(self, num_tokens: int) -> Callable[[], None]:
+        self._lifecycle.limits  # noqa: B018  raises when closed
         num_tokens = integer(num_tokens, "num_tokens")
         if not num_tokens:
             return lambda: None
