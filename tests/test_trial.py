@@ -11,7 +11,7 @@ import transformers as tf
 
 from families import FAMILIES, one_thread
 from kvcache import Engine, Finished, NotSupported, Request, SamplingParams
-from kvcache.hf import cache_for
+from kvcache.hf import cache_for, layout
 from kvcache.request import MediaInput
 
 BASE: dict[str, Any] = {
@@ -77,8 +77,31 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "a decoder of an encoder-decoder": lambda: tf.BartForCausalLM(tf.BartConfig(**BART)),
     "a mask of its own": lambda: tf.DogeForCausalLM(tf.DogeConfig(**GROUPED)),
     "keys that it views": lambda: tf.GPTNeoXJapaneseForCausalLM(tf.GPTNeoXJapaneseConfig(**HEADS)),
+    "images alone are read ahead": lambda: tf.Gemma4ForCausalLM(
+        tf.Gemma4TextConfig(
+            **GROUPED,
+            head_dim=16,
+            vocab_size_per_layer_input=99,
+            use_bidirectional_attention="vision",
+            hidden_size_per_layer_input=16,
+        )
+    ),
     "a head for a decoder": lambda: tf.ModernBertDecoderForCausalLM(tf.ModernBertDecoderConfig(**HEADS)),
 }
+
+
+def paligemma() -> Any:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = tf.PaliGemmaConfig(
+        text_config=GROUPED | {"model_type": "gemma", "head_dim": 16},
+        vision_config=vision | {"image_size": 16, "patch_size": 8, "projection_dim": 64},
+        image_token_index=98,
+        projection_dim=64,
+        hidden_size=64,
+    )
+    return tf.PaliGemmaForConditionalGeneration(config)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no cache": (
         lambda: tf.OpenAIGPTLMHeadModel(tf.OpenAIGPTConfig(vocab_size=99, n_embd=64, n_layer=2, n_head=4)),
@@ -91,6 +114,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "LongT5ForConditionalGeneration cannot run over blocks",
     ),
+    "states in its own modules": (
+        lambda: tf.RecurrentGemmaForCausalLM(tf.RecurrentGemmaConfig(**GROUPED, lru_width=64)),
+        "keeps its states in its own modules",
+    ),
+    "a text model whose wrapper is refused": (
+        lambda: tf.InklingForCausalLM(tf.InklingTextConfig(**GROUPED, moe_intermediate_size=32, n_routed_experts=4)),
+        "talks to cache layers of its own making",
+    ),
+    "a cache of cross attention made anew": (
+        lambda: tf.T5GemmaForConditionalGeneration(
+            tf.T5GemmaConfig(encoder=GROUPED | {"head_dim": 16}, decoder=GROUPED | {"head_dim": 16}, vocab_size=99)
+        ),
+        "in the place of the one for cross attention",
+    ),
+    "a text that is read ahead": (
+        lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**GROUPED, head_dim=16, use_bidirectional_attention=True)),
+        "reads in both directions.*use_bidirectional_attention=None",
+    ),
+    "prompts that are read ahead": (paligemma, "reads prompts in both directions.*generate.. with cache_for"),
 }
 
 
@@ -207,6 +249,36 @@ def test_in_place_a_model_that_changes_what_is_cached_is_refused(what: str) -> N
     model.set_attn_implementation("sdpa")
     done = model.generate(ids, max_new_tokens=3, past_key_values=cache_for(model, capacity=64))
     assert_greedy(model, ids[0].tolist(), done[0, 9:].tolist())
+
+
+def test_in_place_a_mask_that_a_model_computes_from_all_values() -> None:
+    model = made(OTHERS["a mask of its own"])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.A.normal_()
+    model.set_attn_implementation("kvcache")
+    cache = cache_for(model, capacity=64)
+    ids = torch.tensor([tokens(9)])
+    for _ in range(2):
+        done = model.generate(ids, max_new_tokens=6, past_key_values=cache)
+        assert_greedy(model, ids[0].tolist(), done[0, ids.shape[1] :].tolist())
+        ids = torch.cat((done, torch.tensor([tokens(5, seed=3)])), dim=1)
+
+
+def test_prompts_that_are_read_ahead_are_cached_for_generate() -> None:
+    model = made(paligemma)
+    ids = torch.tensor([tokens(9)])
+    expected = model.generate(ids, max_new_tokens=6)
+    assert model.generate(ids, max_new_tokens=6, past_key_values=cache_for(model, capacity=64)).equal(expected)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["inkling_mm_model", "inkling2", "qwen4_exp", "unlimited_ocr", "diffusion_gemma"]
+)
+def test_what_is_refused_is_named_as_transformers_names_it(model_type: str) -> None:
+    assert set(layout._REFUSED) <= set(tf.CONFIG_MAPPING.keys())
+    text = tf.CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
+    assert text.model_type in layout._REFUSED and type(text) is tf.CONFIG_MAPPING[text.model_type]
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)

@@ -35,7 +35,7 @@ from kvcache.errors import NotSupported
 from kvcache.hf.rope import shift_of
 from kvcache.spans import Chunked, Full, Sliding, Span
 
-__all__ = ["Layer", "Layout", "backend_of", "decoder_of", "dtype_name", "layout_of"]
+__all__ = ["Layer", "Layout", "backend_of", "decoder_of", "dtype_name", "layout_of", "looks_ahead"]
 
 # Their scan over several tokens begins at zero; only that of a single token begins with the state.
 _ONE_BY_ONE = {"mamba", "falcon_mamba", "jamba", "zamba"}
@@ -43,20 +43,24 @@ _ONE_BY_ONE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 _BEGINNING = 4096
 """Tokens that these begin with at once. Their scan takes memory for each: 0.4 MiB a token of 130M parameters."""
 
-# Why these are refused: their modeling code reaches into layer objects of their own making, or has no Cache at all.
+# Why these are refused, by the type of the model's configuration or of its text's.
 _OWN_LAYERS = "its modeling code talks to cache layers of its own making"
+_OLD_NAMES = "it reads caches by their old attributes"
+_REPLACED_CROSS = "its generate() puts another cache of its own making in the place of the one for cross attention"
 _REFUSED = {
     "deepseek_v4": _OWN_LAYERS,
-    "minimax_m3_vl": _OWN_LAYERS,
-    "unlimited_ocr": _OWN_LAYERS,
-    "qwen4_exp": _OWN_LAYERS,
-    "diffusion_gemma": _OWN_LAYERS,
-    "inkling": _OWN_LAYERS,
-    "inkling2": _OWN_LAYERS,
-    "prophetnet": "it reads caches by their old attributes",
-    "flaubert": "it reads caches by their old attributes",
-    "xlm": "it reads caches by their old attributes",
+    "unlimited_ocr_text": _OWN_LAYERS,
+    "qwen4_exp_text": _OWN_LAYERS,
+    "diffusion_gemma_text": _OWN_LAYERS,
+    "inkling_text": _OWN_LAYERS,
+    "inkling2_text": _OWN_LAYERS,
+    "prophetnet": _OLD_NAMES,
+    "flaubert": _OLD_NAMES,
+    "xlm": _OLD_NAMES,
     "blip_text_model": "it replaces any cache that is not transformers' own",
+    "recurrent_gemma": "it keeps its states in its own modules, where each prompt overwrites those of the one before",
+    "t5gemma": _REPLACED_CROSS,
+    "t5gemma2": _REPLACED_CROSS,
 }
 
 
@@ -202,25 +206,44 @@ def _refuse(model: PreTrainedModel, name: str) -> None:
     supports = getattr(model, "_supports_default_dynamic_cache", None)
     if supports is None or not model.can_generate():
         raise NotSupported(f"{name} does not generate and has nothing to cache; pass the model with its language head")
-    if getattr(text, "is_decoder", True) is False and not model.config.is_encoder_decoder and _looks_ahead(model):
+    # A wrapper may read ahead in prompts and not in answers (PaliGemma): generate() tells it which is which.
+    if (model.config is text or not _decodes(text)) and (setting := looks_ahead(model)):
         raise NotSupported(
-            f"{name} reads in both directions (config.is_decoder is False), so that no token's keys and values stay "
-            f"what they are; load it with is_decoder=True"
+            f"{name} reads in both directions, so that no token's keys and values stay what they are; load it with "
+            f"{setting}"
         )
     accepted = inspect.signature(model.forward).parameters
     if not supports() or not {"past_key_values", "cache_params"} & accepted.keys():
         raise NotSupported(f"{name} does not take transformers' Cache objects; use its own cache")
 
 
+def _decodes(text: Any) -> bool:
+    return getattr(text, "is_decoder", True) is not False
+
+
 @torch.no_grad()
-def _looks_ahead(model: Any) -> bool:
-    """Whether the first token's logits depend on the second: configurations say so of models that do not, too."""
+def looks_ahead(model: PreTrainedModel) -> str | None:
+    """The setting without which a model reads text in both directions; `None` when it does not anyhow.
+
+    Configurations say so of models that do not, too: whether the first token's logits depend on the second is tried.
+    """
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    if not _decodes(text):
+        setting = "is_decoder=True"
+    elif getattr(text, "use_bidirectional_attention", None) in (True, "all"):  # or "vision", which is images alone
+        setting = "use_bidirectional_attention=None"
+    else:
+        return None
+    if config.is_encoder_decoder:
+        return None
     ids = torch.tensor([[0, 0], [0, 1]], device=model.device)
     try:
         first, second = model(input_ids=ids).logits[:, 0].float()
     except Exception:
-        return False  # it wants more than token ids, and is not of the kind that is looked for
-    return not torch.allclose(first, second, rtol=1e-2, atol=1e-2 * float(first.abs().max()))
+        return None  # it wants more than token ids, and is not of the kind that is looked for
+    is_same = torch.allclose(first, second, rtol=1e-2, atol=1e-2 * float(first.abs().max()))
+    return None if is_same else setting
 
 
 def _layers(model: PreTrainedModel, name: str) -> tuple[Layer, ...]:
@@ -269,6 +292,8 @@ def _why_gathers(model: PreTrainedModel) -> str | None:
             return "latent attention (MLA): the model expands the stored latents itself"
         if getattr(module, "has_relative_attention_bias", False):
             return "a relative position bias is added to each score, sized by the keys"
+        if callable(getattr(module, "prepare_dynamic_mask", None)):
+            return "a mask is computed from all values (Doge)"
     if not any(type(module)._can_set_attn_implementation() for module in _pretrained(model)):
         return "its attention does not go through transformers' AttentionInterface"
     return None

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcache.errors import NotSupported
-from kvcache.hf.layout import Layout, layout_of
+from kvcache.hf.layout import Layout, layout_of, looks_ahead
 from kvcache.hf.runner import EncoderStates, Runner, Work
 from kvcache.hf.runner_call import encoder_width
 from kvcache.kernels import WrongKernel
@@ -30,12 +30,17 @@ def tried_layout(model: PreTrainedModel) -> Layout:
     """
     isa_name()  # what is wrong with the environment must not pass for the model's failing
     layout = layout_of(model)
+    name = type(model).__name__
+    if looks_ahead(model):
+        raise NotSupported(
+            f"{name} reads prompts in both directions, which blocks that prompts share and parts of prompts forbid; "
+            f"run it through generate() with cache_for"
+        )
     ways = (
         (layout, ""),
         (replace(layout, counts_columns=True), "takes rows of one length in a call"),
         (replace(layout, keeps_attention=True), "keeps its own attention, over copies of its history"),
     )
-    name = type(model).__name__
     cause: Exception | None = None
     for way, what in ways:
         try:
