@@ -213,6 +213,22 @@ def test_reuse_with_left_padding() -> None:
     assert cache.reuse(longer, torch.ones_like(longer)).num_tokens == 0
 
 
+def test_a_chunk_of_padding_alone_where_keys_are_wider_than_values() -> None:
+    import transformers as tf
+
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "dense"]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48, "v_head_dim": 32}
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = tf.MiMoV2FlashForCausalLM(tf.MiMoV2FlashConfig(**sizes, **heads, **kinds, sliding_window=8)).eval()
+    prompt = ids(1, 12)
+    options = {"attention_mask": (torch.arange(12) >= 6).long()[None], "prefill_chunk_size": 4, "pad_token_id": 0}
+    expected = generate(model, prompt, None, 4, **options)
+    model.set_attn_implementation("kvcache")
+    found = generate(model, prompt, None, 4, **options, past_key_values=cache_for(model, capacity=32))
+    assert found.equal(expected)
+
+
 def test_padding_that_becomes_visible_is_refused() -> None:
     """Padding is not stored, so a mask that shows it later cannot be honoured."""
     model = FAMILIES["llama"].build()

@@ -124,8 +124,11 @@ class Pass:
         columns = self._columns[member]
         return Gathered(columns.read(stored.keys, keys.dtype), columns.read(stored.values, values.dtype))
 
-    def attend(self, layer: int, call: Call, whole: Gathered | None) -> Tensor:
-        """Attention [B,q,Hq,Dv] over the blocks of a layer, or over `whole` where they do not show everything."""
+    def attend(self, layer: int, call: Call, values: Tensor, whole: Gathered | None) -> Tensor:
+        """Attention [B,q,Hq,Dv] over the blocks of a layer, or over `whole` where they do not show everything.
+
+        `values` [B,H,q,Dv] are the new ones, put before.
+        """
         member = self.pool.member_of(layer)
         cache = self.pool.causal(member)
         queries = call.queries
@@ -142,7 +145,7 @@ class Pass:
                 sinks=call.sinks,
             )
         if not self.new:
-            return queries.new_zeros((B, q, Hq, queries.shape[3]))
+            return queries.new_zeros((B, q, Hq, values.shape[3]))
         if q == self.num_columns:
             kept = self._kept
             cache.set_layer(layer)
@@ -241,7 +244,7 @@ class LayerReader(Reader):
         return span.window if isinstance(span, Sliding) else None
 
     def attend(self, call: Call) -> Tensor | None:
-        return self._pass.attend(self._layer, call, self._whole) if call.is_plain else None
+        return self._pass.attend(self._layer, call, self._new.values, self._whole) if call.is_plain else None
 
     def gather(self) -> Gathered:
         return self._whole or self._pass.gather(self._layer, self._new.keys, self._new.values)
