@@ -128,6 +128,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "in the place of the one for cross attention",
     ),
+    "an encoder of its own kind": (
+        lambda: tf.EncoderDecoderModel(
+            tf.EncoderDecoderConfig.from_encoder_decoder_configs(
+                tf.BertConfig(**HEADS), tf.BertConfig(**HEADS, is_decoder=True, add_cross_attention=True)
+            )
+        ),
+        "does not say how wide its encoder's states are",
+    ),
+    "no head": (lambda: tf.ClvpForCausalLM(tf.ClvpDecoderConfig(**HEADS)), "has no one head"),
+    "several heads": (
+        lambda: tf.MusicgenForCausalLM(tf.MusicgenDecoderConfig(**HEADS, ffn_dim=96)),
+        "has no one head",
+    ),
     "a text that is read ahead": (
         lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**GROUPED, head_dim=16, use_bidirectional_attention=True)),
         "reads in both directions.*use_bidirectional_attention=None",

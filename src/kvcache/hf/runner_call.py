@@ -62,7 +62,7 @@ class ModelCall:
         self.model = model
         self.dtype = model.dtype
         self.device = model.device
-        self.vocabulary = int(model.get_output_embeddings().weight.shape[0])
+        self.vocabulary = _vocabulary(model)
         self._latents: Latents | None = None
         self._compiled: list[Cache] | None = None  # the member of each layer
         self._graphs: DecodeGraphs | None = None
@@ -327,8 +327,25 @@ class AttentionSwitch:
 
 
 def encoder_width(model: PreTrainedModel) -> int:
-    """Values of one state of an encoder-decoder's encoder."""
-    return int(getattr(model.config, "d_model", None) or model.config.hidden_size)
+    """Values of one state of an encoder-decoder's encoder. Raises `NotSupported` where nothing says how many."""
+    width = getattr(model.config, "d_model", None) or getattr(model.config, "hidden_size", None)
+    if width is None:
+        raise NotSupported(
+            f"{type(model).__name__} does not say how wide its encoder's states are (config.d_model, "
+            f"config.hidden_size); run it through generate() with cache_for"
+        )
+    return int(width)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    """Logits of one token. Raises `NotSupported` for models without a head, or with several."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if weight is None:
+        raise NotSupported(
+            f"{type(model).__name__} has no one head (get_output_embeddings) whose logits are those of a next token; "
+            f"run it through generate() with cache_for"
+        )
+    return int(weight.shape[0])
 
 
 def _entry(model: PreTrainedModel) -> tuple[Any, Callable[[Tensor], Tensor] | None]:
