@@ -284,6 +284,32 @@ def test_a_norm_of_more_than_its_rows_is_left_alone(kind: Any) -> None:
     assert len(FusedLayers(norm)) == 0 and "forward" not in norm.__dict__
 
 
+def test_the_last_of_several_gives_the_layers_back() -> None:
+    model = FAMILIES["gemma3"].build().to(torch.bfloat16)
+    first = FusedLayers(model)
+    last = FusedLayers(model)
+    assert len(first) == len(last) > 0
+    first.close()
+    assert sum("forward" in module.__dict__ for module in model.modules()) == len(last)
+    last.close()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_what_breaks_off_half_way_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = torch.nn.ModuleList([made(LlamaRMSNorm), made(LlamaRMSNorm)])
+    put = Replaced.put
+
+    def put_first(module: torch.nn.Module, *args: Any) -> Replaced:
+        if module is norms[1]:
+            raise MemoryError
+        return put(module, *args)
+
+    monkeypatch.setattr(Replaced, "put", put_first)
+    with pytest.raises(MemoryError):
+        FusedLayers(norms)
+    assert not any("forward" in norm.__dict__ for norm in norms)
+
+
 def test_new_weights_are_used_at_once() -> None:
     norm = made(LlamaRMSNorm)
     x = torch.randn((3, 96)).bfloat16()

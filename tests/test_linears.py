@@ -138,6 +138,43 @@ def test_layers_get_their_own_forward_back(way: str) -> None:
     assert not any("forward" in module.__dict__ for module in model)
 
 
+def test_the_last_of_several_gives_the_layers_back(way: str) -> None:
+    model = two_layers()
+    first, last = FastLinears(model), FastLinears(model)
+    num_copies = len(linears._copies)
+    assert first.num_bytes == last.num_bytes and num_copies == (2 if way == "copies" else 0)
+    first.close()
+    assert all("forward" in module.__dict__ for module in (model[0], model[2]))
+    assert len(linears._copies) == num_copies
+    last.close()
+    assert not any("forward" in module.__dict__ for module in model) and not linears._copies
+
+
+def test_a_weight_turned_in_place_is_another(way: str) -> None:
+    layer = torch.nn.Linear(96, 96, bias=False, dtype=torch.bfloat16)
+    x = torch.randn((20, 96)).bfloat16()
+    fast = FastLinears(layer)
+    layer.weight = torch.nn.Parameter(layer.weight.detach().t())
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer.weight), rtol=1e-2, atol=1e-2)
+    fast.close()
+
+
+@needs_bf16
+def test_a_copy_of_what_a_weight_was_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "_packing_helps", lambda: True)
+    model = two_layers()
+    first = FastLinears(model)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    last = FastLinears(model)
+    assert all(linears._copies[m.weight.data_ptr()].is_of(m.weight) for m in (model[0], model[2]))
+    first.close()
+    assert len(linears._copies) == 2
+    last.close()
+    assert not linears._copies
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 def test_weights_are_used_as_they_are_now(rows: int, way: str) -> None:
     model = two_layers()

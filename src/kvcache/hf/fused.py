@@ -50,14 +50,25 @@ _Layer = Callable[[Tensor], Tensor]
 class FusedLayers:
     """Gives norms, GELUs and attention of a model another `forward`, until `close`.
 
-    With gradients on, they compute as before. None where there is no C++ kernel. Those whose `forward` somebody has
-    replaced already are left alone.
+    With gradients on, they compute as before. None where there is no C++ kernel. Those whose `forward` somebody else
+    has replaced are left alone. Several of one model share what they replace; the last one closed gives it back.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules: list[nn.Module] = []
+        self._replaced: list[Replaced] = []
         if not any(weight.dtype is torch.bfloat16 and weight.is_cpu for weight in model.parameters()):
             return
+        try:
+            self._replace(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def _replace(self, model: nn.Module) -> None:
+        for module in model.modules():
+            # Linear layers are the business of `linears.py`.
+            if not isinstance(module, nn.Linear) and (replaced := Replaced.shared(module)):
+                self._replaced.append(replaced)
         ways = {module: ways for module in model.modules() if (ways := _norms(module) or _gelus(module))}
         turning = [module for module in model.modules() if _turns(module)]
         library = cpu_build.operators() if ways or turning else ""
@@ -72,17 +83,16 @@ class FusedLayers:
 
     def _put(self, module: nn.Module, forward: Callable[..., Any] | None, takes_all: bool = False) -> None:
         if forward is not None:
-            Replaced.put(module, forward, takes_all)
-            self._modules.append(module)
+            self._replaced.append(Replaced.put(module, forward, takes_all))
 
     def close(self) -> None:
         """Give the layers their own `forward` back. Repeating it changes nothing."""
-        for module in self._modules:
-            Replaced.undo(module)
-        self._modules = []
+        for replaced in self._replaced:
+            replaced.release()
+        self._replaced = []
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._replaced)
 
 
 class _Ways(NamedTuple):

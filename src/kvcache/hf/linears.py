@@ -20,9 +20,10 @@ import logging
 import platform
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -42,18 +43,21 @@ WIDENED, WIDENED_ABOVE = 2**21, 8
 _log = logging.getLogger(__name__)
 
 
-class _Copy(NamedTuple):
+@dataclass(slots=True)
+class _Copy:
     weight: Tensor  # kept, so that nothing else can come to lie at its address
     version: int
     packed: Tensor
+    num_users: int
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether a tensor at the same address is what was copied, unchanged."""
-        return weight.shape == self.weight.shape and _version(weight) == self.version
+        """Whether a tensor at the same address is what was copied, unchanged as far as PyTorch counts changes."""
+        copied = self.weight
+        return weight.shape == copied.shape and weight.stride() == copied.stride() and _version(weight) == self.version
 
 
 def _version(weight: Tensor) -> int:
-    """How often it has been changed in place. Inference tensors do not count."""
+    """How often it has been changed in place. Inference tensors do not count, nor do changes through `.data`."""
     return 0 if weight.is_inference() else weight._version
 
 
@@ -75,46 +79,58 @@ def available_bytes(device: torch.device) -> int:
 class FastLinears:
     """Gives the bf16 `nn.Linear`s of a model that are on the CPU another `forward`, until `close`.
 
-    `num_bytes`: what its packed copies take; all layers have them or none. A weight that is changed in place is used as
-    it lies from then on. With gradients on, layers use their own `forward`; where somebody has replaced it they are
-    left alone.
+    Several of one model share what they replace and copy, and the last one closed gives it back. `num_bytes`: what the
+    packed copies take; all layers have them or none. With gradients on, layers use their own `forward`; where somebody
+    has replaced it they are left alone.
+
+    A weight that is changed in place, loaded or put in the place of another is used as it lies from then on. Of a
+    change through `weight.data`, as PEFT merges adapters, packed copies know nothing: make it before, or close all that
+    have the model open (engines, runners) and make them anew.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_plain(m)]
-        self._pointers: set[int] = set()  # of weights whose copies are ours
+        self._replaced: list[Replaced] = []
+        self._pointers: set[int] = set()  # of weights whose copies it uses
         self.num_bytes = 0
-        if not self._modules:
+        modules = [m for m in model.modules() if isinstance(m, nn.Linear) and _is_plain(m)]
+        if not modules:
             return
         try:
             if _packing_helps():
-                self._pack({module.weight.data_ptr(): module.weight.detach() for module in self._modules})
-            for module in self._modules:
-                Replaced.put(module, _forward(module))
+                self._pack({module.weight.data_ptr(): module.weight.detach() for module in modules})
+            for module in modules:
+                self._replaced.append(Replaced.shared(module) or Replaced.put(module, _forward(module)))
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Give the layers their own `forward` back and free the copies. Repeating it changes nothing."""
-        for module in self._modules:
-            Replaced.undo(module)
+        for replaced in self._replaced:
+            replaced.release()
         for pointer in self._pointers:
-            del _copies[pointer]
-        self._modules, self._pointers, self.num_bytes = [], set(), 0
+            copy = _copies[pointer]
+            copy.num_users -= 1
+            if not copy.num_users:
+                del _copies[pointer]
+        self._replaced, self._pointers, self.num_bytes = [], set(), 0
 
     def _pack(self, weights: dict[int, Tensor]) -> None:
-        weights = {pointer: weight for pointer, weight in weights.items() if pointer not in _copies}
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in weights.values())
+        missing = {p for p, weight in weights.items() if p not in _copies or not _copies[p].is_of(weight)}
+        sizes = {pointer: weight.numel() * weight.element_size() for pointer, weight in weights.items()}
+        num_bytes = sum(sizes[pointer] for pointer in missing)
         room = available_bytes(torch.device("cpu")) // MEMORY_SHARE
         if num_bytes > room:
             _log.info("weights stay as they are: packed copies take %d bytes and %d may be used", num_bytes, room)
             return
         for pointer, weight in weights.items():
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-            _copies[pointer] = _Copy(weight, _version(weight), packed)
+            if pointer in missing:
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+                num_users = _copies[pointer].num_users if pointer in _copies else 0  # of what the weight was before
+                _copies[pointer] = _Copy(weight, _version(weight), packed, num_users)
+            _copies[pointer].num_users += 1
             self._pointers.add(pointer)
-        self.num_bytes = num_bytes
+        self.num_bytes = sum(sizes.values())
 
 
 def padded_rows(num_rows: int) -> int:
@@ -195,7 +211,7 @@ def _is_plain(module: nn.Linear) -> bool:
     weight, parts = module.weight, list(module.parameters(recurse=False))
     return (
         type(module) is nn.Linear  # a subclass may do anything
-        and has_own_forward(module)
+        and (has_own_forward(module) or isinstance(module.__dict__.get("forward"), Replaced))
         and all(type(part) is nn.Parameter and part.is_cpu and part.dtype is torch.bfloat16 for part in parts)
         and weight.is_contiguous()
         and weight.numel() > 0
