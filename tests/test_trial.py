@@ -232,6 +232,27 @@ def test_a_model_without_a_cache_computes_the_same_under_our_name(name: str) -> 
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["in its router", "in its encoder"])
+def test_masks_that_a_model_reads_itself_are_those_that_it_expects(name: str) -> None:
+    sparse = {"num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64}
+    makes: dict[str, Callable[[], Any]] = {
+        "in its router": lambda: tf.NllbMoeForConditionalGeneration(tf.NllbMoeConfig(**BART, **sparse)),
+        "in its encoder": lambda: tf.BigBirdPegasusForConditionalGeneration(
+            tf.BigBirdPegasusConfig(**BART, attention_type="original_full")
+        ),
+    }
+    model = made(makes[name])
+    mask = (torch.arange(12) < torch.tensor([[12], [7]])).long()
+    given = {"input_ids": torch.tensor([tokens(12), tokens(12, seed=3)]), "attention_mask": mask}
+    given["decoder_input_ids"] = torch.tensor([tokens(5, seed=2)] * 2)
+    with torch.no_grad():
+        expected = model(**given, use_cache=False).logits
+        model.set_attn_implementation("kvcache")
+        for cache in (None, cache_for(model, capacity=16, max_sequences=2)):
+            seen = model(**given, past_key_values=cache, use_cache=cache is not None).logits
+            torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_refused_and_as_it_was(name: str) -> None:
     make, message = REFUSED[name]

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple, NoReturn, Self, final
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_MAPPING
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from kvcache.errors import NotSupported
@@ -234,15 +235,17 @@ def attention_mask_for(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function: bool [B,1,q,S], `None` where a cache of ours sees to everything itself."""
+    """The mask function: bool or additive [B,1,q,S], `None` where a cache of ours sees to everything itself."""
     in_place = isinstance(kv_length, MaskLength)
     # transformers allows the skip for plain causal, sliding and chunked patterns only: not for image blocks, packed
     # rows or bidirectional attention.
     if isinstance(kv_length, MaskLength) and allow_is_causal_skip and kv_length.reader.knows_padding(attention_mask):
         return None
-    mask: Tensor | None = sdpa_mask(
+    make = eager_mask if _adds_masks(type(config)) else sdpa_mask
+    mask: Tensor | None = make(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=int(kv_length),
@@ -252,6 +255,12 @@ def attention_mask_for(
         **kwargs,
     )
     return mask
+
+
+def _adds_masks(config: type) -> bool:
+    """Whether models with such a configuration may read masks themselves, as additive ones: they know no SDPA."""
+    model = MODEL_MAPPING.get(config, None)
+    return getattr(model, "_supports_sdpa", True) is False
 
 
 def _additive(
