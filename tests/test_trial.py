@@ -145,6 +145,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**GROUPED, head_dim=16, use_bidirectional_attention=True)),
         "reads in both directions.*use_bidirectional_attention=None",
     ),
+    "masks for images": (
+        lambda: tf.GitForCausalLM(
+            tf.GitConfig(**HEADS, vision_config={"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4})
+        ),
+        "puts columns of an image before each mask.*generate.. with cache_for",
+    ),
     "prompts that are read ahead": (paligemma, "reads prompts in both directions.*generate.. with cache_for"),
 }
 

@@ -20,22 +20,25 @@ __all__ = ["tried_layout", "two_tokens"]
 
 _log = logging.getLogger("kvcache")
 
+# Why these cannot be served as models of text, which three tokens do not show.
+_REFUSED = {"git": "puts columns of an image before each mask, of which prompts of text alone have none"}
+
 
 def tried_layout(model: PreTrainedModel) -> Layout:
     """The layout under which a model runs, found by running three tokens.
 
     One that fails may do with rows of one length in a call, or else with its own attention over whole keys. Raises
-    `NotSupported` for one that fails in all three ways, `ValueError` for a wrong `KVCACHE_ISA` or `KVCACHE_KERNEL`, and
-    what `layout_of` raises.
+    `NotSupported` for one that fails in all three ways or would answer wrongly, `ValueError` for a wrong `KVCACHE_ISA`
+    or `KVCACHE_KERNEL`, and what `layout_of` raises.
     """
     isa_name()  # what is wrong with the environment must not pass for the model's failing
     layout = layout_of(model)
     name = type(model).__name__
-    if looks_ahead(model):
-        raise NotSupported(
-            f"{name} reads prompts in both directions, which blocks that prompts share and parts of prompts forbid; "
-            f"run it through generate() with cache_for"
-        )
+    refused = _REFUSED.get(model.config.model_type)
+    if refused is None and looks_ahead(model):
+        refused = "reads prompts in both directions, so that no part of one can be computed alone or shared"
+    if refused is not None:
+        raise NotSupported(f"{name} {refused}; run it through generate() with cache_for")
     ways = (
         (layout, ""),
         (replace(layout, counts_columns=True), "takes rows of one length in a call"),
