@@ -91,7 +91,8 @@ class Runner:
     layout: what the model keeps; by `layout_of` when not given. `trial.py` finds one under which more models run.
     compile: run the model through torch.compile, as `compiled.py` says; the first forwards take a minute.
     fast_layers: let a bf16 model on the CPU run faster: linear layers as `linears.py` says, norms and GELU in one
-        operator each, as `fused.py` does. On some CPUs weights are copied for that.
+        operator each, as `fused.py` does. On some CPUs weights are copied for that: change them before, where
+        `FastLinears` says that it does not see it.
 
     Raises `NotSupported` for models that it cannot run, with the reason. `model_seconds`: what calls of the model took.
     """
