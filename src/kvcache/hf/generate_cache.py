@@ -208,7 +208,7 @@ class GenerateCache(TransformersCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        integer(repeats, "repeats", minimum=1)
+        repeats = integer(repeats, "repeats", minimum=1)
         self._select([row for row in range(len(self._rows.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:

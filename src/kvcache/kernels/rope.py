@@ -51,8 +51,8 @@ def rope_shift(
     Raises `ValueError` for frequencies that are not one row of numbers, or not half as many as `rotary_dim`.
     """
     if rotary_dim is not None:
-        integer(rotary_dim, "rotary_dim", minimum=2)
-    integer(rotary_begin, "rotary_begin")
+        rotary_dim = integer(rotary_dim, "rotary_dim", minimum=2)
+    rotary_begin = integer(rotary_begin, "rotary_begin")
     if isinstance(inv_freq, Mapping):
         by_layer: dict[int, NDArray[np.float64] | None] = {
             layer: None if freqs is None else _frequencies(freqs, f"inv_freq[{layer!r}]", rotary_dim)
