@@ -161,12 +161,6 @@ def test_excepted_rows_are_rows_of_the_batch(rows: tuple[Any, ...]) -> None:
     np.testing.assert_array_equal(cache.get().mask, before)
 
 
-def test_the_mask_of_a_pass_cannot_be_changed() -> None:
-    """All layers share it."""
-    with pytest.raises(ValueError, match="read-only"):
-        forward(made(), [0, 1]).mask[0] = 0
-
-
 @pytest.mark.parametrize("num_blocks", [0, -3, True, 2.5, "8"], ids=str)
 def test_blocks_are_counted(num_blocks: Any) -> None:
     cache = CausalCache()

@@ -417,8 +417,6 @@ class CausalCache(Cache):
         if device not in forward.masks:
             mask = np.where(visible, np.float32(0), np.float32(-np.inf))
             forward.masks[device] = backend.cast(backend.from_numpy(mask, layer), config.mask_dtype)
-            if isinstance(forward.masks[device], np.ndarray):  # no other library can protect what layers share
-                forward.masks[device].flags.writeable = False
         return forward.masks[device]
 
     def _worst_case(self, forward: Forward, layer: int, config: CacheConfig) -> History:
