@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kvcache.request import Logprob
 
-__all__ = ["Body", "Invalid", "Refused", "bytes_of", "parse"]
+__all__ = ["Body", "Invalid", "Refused", "bytes_of", "likeliest", "parse"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -72,6 +72,11 @@ def parse(model: type[_Model], raw: bytes) -> _Model:
         return model.model_validate_json(raw or b"{}")
     except ValidationError as error:
         raise _explained(error) from None
+
+
+def likeliest(top_p: float, top_k: int) -> tuple[float, int]:
+    """What `SamplingParams` calls them: no negative number, and no share of 0, which is the likeliest token alone."""
+    return (top_p, max(top_k, 0)) if top_p else (1.0, 1)
 
 
 def bytes_of(token: Logprob) -> bytes | None:

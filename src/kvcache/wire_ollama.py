@@ -30,7 +30,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from kvcache.request import Completion, Logprob, SamplingParams, Token, TokenLogprobs
-from kvcache.wire import Body, Invalid, Refused, bytes_of, parse
+from kvcache.wire import Body, Invalid, Refused, bytes_of, likeliest, parse
 
 __all__ = [
     "ChatReply",
@@ -132,11 +132,14 @@ class _Common(Body):
         wanted = given.num_predict or 0
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or ()
         penalty = 1.0 if given.repeat_penalty is None or given.repeat_last_n == 0 else given.repeat_penalty
+        top_p, top_k = likeliest(
+            0.9 if given.top_p is None else given.top_p, 40 if given.top_k is None else given.top_k
+        )
         return SamplingParams(
             max_tokens=wanted if wanted > 0 else room,
             temperature=0.8 if given.temperature is None else given.temperature,
-            top_p=0.9 if given.top_p is None else given.top_p or 1.0,
-            top_k=1 if given.top_p == 0 else max(40 if given.top_k is None else given.top_k, 0),
+            top_p=top_p,
+            top_k=top_k,
             min_p=given.min_p or 0.0,
             seed=None if given.seed is None or given.seed < 0 else given.seed,
             stop=stop,

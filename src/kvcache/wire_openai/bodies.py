@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvcache.request import SamplingParams
-from kvcache.wire import Body, Invalid, Refused, parse
+from kvcache.wire import Body, Invalid, Refused, likeliest, parse
 
 __all__ = ["ChatBody", "CompletionBody", "Message", "parse_chat", "parse_completion"]
 
@@ -107,11 +107,12 @@ class _Common(Body):
     def _sampling(self, max_tokens: int, logprobs: int | None, best_of: int | None = None) -> SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         searches, num_beams = bool(self.use_beam_search), best_of or self.num_choices
+        top_p, top_k = likeliest(_or(self.top_p, 1.0), self.top_k or 0)
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0 if searches else _or(self.temperature, 1.0),
-            top_p=self.top_p or 1.0,
-            top_k=1 if self.top_p == 0 else max(self.top_k or 0, 0),  # a share of 0: the likeliest token alone
+            top_p=top_p,
+            top_k=top_k,
             min_p=self.min_p or 0.0,
             seed=self.seed,
             stop=stop,
