@@ -13,8 +13,8 @@
 D (or D/2) quants first and then D/32 scales of two bytes, little-endian, so that a row is one stream and its quants
 load in whole registers:
 
-    q8_0, D=64:   | q0 q1 ... q63 | s0 s1 |             66+... = 64 + 4 bytes
-    q4_0, D=64:   | 32 bytes      | s0 s1 |             32 + 4 bytes
+    q8_0, D=64:   | q0 q1 ... q63 | s0 s1 |             68 = 64 + 4 bytes
+    q4_0, D=64:   | 32 bytes      | s0 s1 |             36 = 32 + 4 bytes
 
 Within each 16 bytes of `q4_0` (32 values) byte j holds value j in its low and value j + 16 in its high half, as ggml.
 """

@@ -250,7 +250,7 @@ class LayerReader(Reader):
         return self._whole or self._pass.gather(self._layer, self._new.keys, self._new.values)
 
     def knows_padding(self, attention_mask: Tensor | None) -> bool:
-        return attention_mask is None  # asked of `MaskReader`, before keys are stored
+        return attention_mask is None  # the mask asked `_MaskReader`, before keys were stored
 
 
 def _rows(tensor: Tensor, index: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention as it is defined: one query at a time, in float64. Slow, and meant to be read.
 
     query at position 6 of a sequence, window 3:      positions   3 4 5 6 . 7 8      (`.` an empty slot)
-                                                      visible     . . x x . . .      begin 5, end 7
+                                                      visible     . x x x . . .      begin 4, end 7
 
 For each query: pick the slots whose position it sees, decode those keys and values and no others, and take the
 softmax-weighted sum of the values. What is not picked is never touched, so an empty slot may hold anything.
