@@ -224,7 +224,7 @@ class Sequence:
         """Use the next slots of the table for tokens at `positions`. The table has been extended before."""
         if len(positions) == 1:  # decode: no arrays
             position = positions[0]
-            self.is_dense &= not self.num_slots or position == self.positions[-1 + self.num_slots] + 1
+            self.is_dense &= not self.num_slots or position == self.positions[self.num_slots - 1] + 1
             self.positions.append(position)
             highest = position
         else:

@@ -14,9 +14,10 @@ sequence's slots out of order; nothing is lost to them, though.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Indices
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, final
 
 import numpy as np
@@ -364,9 +365,4 @@ class Tables:
         """Raise `CorruptState` unless tables and pool agree. O(slots)."""
         for table in self.sequences.values():
             table.check()
-        self.pool.check(Counter(_chain(table.table.view.tolist() for table in self.sequences.values())))
-
-
-def _chain(lists: Iterable[list[int]]) -> Iterable[int]:
-    for values in lists:
-        yield from values
+        self.pool.check(Counter(chain.from_iterable(table.table.view.tolist() for table in self.sequences.values())))

@@ -86,14 +86,9 @@ class EncoderDecoderGenerateCache(EncoderDecoderCache):
 
     def __init__(self, decoder: GenerateCache, num_layers: int) -> None:
         super().__init__(decoder, CrossCache(decoder, num_layers))
-        self._decoder = decoder
+        self.decoder = decoder
         self.is_updated: dict[int, bool] = {i: decoder.media.has(i) for i in range(num_layers)}
         decoder.on_reset = self.is_updated.clear
-
-    @property
-    def decoder(self) -> GenerateCache:
-        """The decoder's side."""
-        return self._decoder
 
     def crop(self, tokens_to_remove: int) -> None:
         """See `GenerateCache.crop`."""

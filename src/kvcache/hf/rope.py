@@ -132,7 +132,7 @@ def _turn(before: Tensor, after: Tensor, tables: list[Tensor], tolerance: float)
             for begin in dict.fromkeys((0, before.shape[2] - rotary_dim)):
                 turn = rope_shift(table, interleaved=interleaved, rotary_begin=begin)
                 if _alike(turn(0, before, offsets), after, tolerance):
-                    return rope_shift(table, interleaved=interleaved, rotary_begin=begin)
+                    return turn
     return "unlike"
 
 

@@ -92,7 +92,8 @@ class Chain:
     def tail(self, tokens: Sequence[int], end: int) -> bytes:
         """The key of the block that `end` cuts, with the tokens before `end`; `end` is not a multiple of the size."""
         begin = end - end % self.block_size
-        self.key(tokens, begin // self.block_size - 1) if begin else None
+        if begin:
+            self.key(tokens, begin // self.block_size - 1)  # so that `parent` has it
         return digest(self.parent(begin // self.block_size), tokens[begin:end], self.extras(begin, end))
 
     def parent(self, index: int) -> bytes:
