@@ -7,7 +7,7 @@ drafts.py       guesses of the next tokens, by lookup or by a smaller model
 sampler.py      logits to tokens; beams.py: the likeliest outputs side by side
 text.py         tokens to text, as it comes
 shift.py        how much of a full context is forgotten
-sample.py       one output under way: its tokens, its text, its clock
+sample.py       one output under way: its tokens, its text, its log-probabilities, its clock; the best of several
 build.py        the cache and all that an engine runs on; memory.py: how many blocks fit
 metrics.py      what it has done
 """

@@ -27,12 +27,11 @@ from kvcache.engine.prefixes import Prefixes
 from kvcache.engine.sample import Group, Sample
 from kvcache.engine.sampler import Choice, Chooser, greedy
 from kvcache.engine.shift import num_discarded
-from kvcache.engine.text import StopFinder, StopTexts, TextStream, token_bytes, token_text, whole_text
+from kvcache.engine.text import StopFinder, StopTexts, TextStream, whole_text
 from kvcache.errors import CacheFull, CorruptState, NotSupported
 from kvcache.hf.runner import EncoderStates, Runner, Work
-from kvcache.request import Action, Event, Finished, Logprob, Request, State, Token, TokenLogprobs
+from kvcache.request import Action, Event, Finished, Request, State, Token
 from kvcache.scheduler import Entry, Plan, Scheduler, Slice
-from kvcache.spec import Match
 
 __all__ = ["Core"]
 
@@ -193,7 +192,9 @@ class Core:
                 return
             self.scheduler.admit(entry, hit.match.num_tokens)
             prefixes.promise(sample, entry, hit)
-            self._count_match(sample, hit.match)
+            if sample.match is None:  # else it was preempted: what it finds again is its own
+                sample.match = hit.match
+                self.counts.admitted(hit.match)
 
     def _draft(self) -> None:
         """Guess what those who decode will say next."""
@@ -341,13 +342,13 @@ class Core:
         reason = "stop" if ends or stopped else None
         if reason is None and sample.num_generated >= params.max_tokens:
             reason = "length"
-        is_full = reason is None and self._is_full(sample)
+        is_full = reason is None and self.limit is not None and len(sample.tokens) >= self.limit
         if is_full and not self._shift(sample, entry):
             reason = "length"
         if reason is not None and not stopped:
             text += sample.stops.flush()
         sample.text.append(text)
-        logprobs = self._logprobs(sample, choice)
+        logprobs = sample.note(choice, self._tokenizer)
         if not sample.group.chooses_best:
             events.append(Token(choice.token, text, sample.request.id, sample.index, logprobs))
         if reason is not None:
@@ -414,8 +415,7 @@ class Core:
             return
         group.finished += [(sample.sum_logprob / max(1, sample.num_generated), c) for c in ended]
         if not group.samples:
-            group.finished.sort(key=lambda scored: scored[0], reverse=True)
-            best = [replace(done, index=i) for i, (_, done) in enumerate(group.finished[: group.request.params.n])]
+            best = group.best()
             events += [Finished(c, c.request_id, c.index, is_last=c is best[-1]) for c in best]
 
     def _preempt(self, number: int) -> None:
@@ -557,7 +557,7 @@ class Core:
             first.text = [whole_text(self._tokenizer, search.prompt, beam.tokens, group.request.params.stop)]
             first.logprobs = []
             for choice in beam.choices:
-                self._logprobs(first, choice)
+                first.note(choice, self._tokenizer)
             done = replace(first.completion(beam.reason, now), index=index, score=beam.score)
             self.counts.num_generated_tokens += len(beam.tokens)
             self.counts.num_finished[beam.reason] += 1
@@ -595,32 +595,3 @@ class Core:
         sample.media = group.request.media
         self.samples[sample.number] = group.samples[index] = sample
         return sample
-
-    def _is_full(self, sample: Sample) -> bool:
-        limit = self.limit
-        return limit is not None and len(sample.tokens) >= limit
-
-    def _logprobs(self, sample: Sample, choice: Choice) -> TokenLogprobs | None:
-        if choice.logprob is None:
-            return None
-        sample.sum_logprob += choice.logprob
-        if sample.request.params.logprobs is None:
-            return None
-        top = tuple(self._logprob(token, value) for token, value in choice.top)
-        found = TokenLogprobs(self._logprob(choice.token, choice.logprob), top)
-        sample.logprobs.append(found)
-        return found
-
-    def _logprob(self, token: int, value: float) -> Logprob:
-        text = token_text(self._tokenizer, token)
-        return Logprob(token, text, value, token_bytes(self._tokenizer, token, text) or b"")
-
-    def _count_match(self, sample: Sample, match: Match) -> None:
-        if sample.match is not None:
-            return  # it was preempted: what it finds again is its own
-        sample.match = match
-        self.counts.num_cached_tokens += match.num_tokens
-        if match.num_tokens:
-            self.counts.num_hits += 1
-        else:
-            self.counts.num_misses[match.reason.partition(":")[0]] += 1

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
+from kvcache.spec import Match
+
 __all__ = ["Blocks", "Counts", "Metrics"]
 
 
@@ -42,6 +44,14 @@ class Counts:
     model_seconds: float = 0.0
     choice_seconds: float = 0.0
     step_seconds: float = 0.0
+
+    def admitted(self, match: Match) -> None:
+        """A request found so much of its prompt, or nothing, for this reason."""
+        self.num_cached_tokens += match.num_tokens
+        if match.num_tokens:
+            self.num_hits += 1
+        else:
+            self.num_misses[match.reason.partition(":")[0]] += 1
 
 
 @final

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import final
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 from kvcache.engine.beams import BeamSearch
-from kvcache.engine.sampler import Chooser
-from kvcache.engine.text import StopTexts, TextStream
+from kvcache.engine.sampler import Choice, Chooser
+from kvcache.engine.text import StopTexts, TextStream, token_bytes, token_text
 from kvcache.prefix import Chain
-from kvcache.request import Completion, MediaInput, Request, TokenLogprobs
+from kvcache.request import Completion, Logprob, MediaInput, Request, TokenLogprobs
 from kvcache.spec import Match
 
 __all__ = ["Group", "Sample"]
@@ -34,6 +34,11 @@ class Group:
     def chooses_best(self) -> bool:
         """Whether more outputs are computed than are wanted."""
         return self.request.params.num_samples > self.request.params.n
+
+    def best(self) -> list[Completion]:
+        """The `n` likeliest of those that have finished, numbered anew; they all have."""
+        ranked = sorted(self.finished, key=lambda scored: scored[0], reverse=True)
+        return [replace(done, index=i) for i, (_, done) in enumerate(ranked[: self.request.params.n])]
 
 
 @final
@@ -76,6 +81,18 @@ class Sample:
     def num_generated(self) -> int:
         return len(self.generated)
 
+    def note(self, choice: Choice, tokenizer: Any) -> TokenLogprobs | None:
+        """Keep the log-probabilities of a chosen token, if it came with any; them, if the request asked for them."""
+        if choice.logprob is None:
+            return None
+        self.sum_logprob += choice.logprob
+        if self.request.params.logprobs is None:
+            return None
+        top = tuple(_logprob(token, value, tokenizer) for token, value in choice.top)
+        found = TokenLogprobs(_logprob(choice.token, choice.logprob, tokenizer), top)
+        self.logprobs.append(found)
+        return found
+
     def completion(self, reason: str, now: float) -> Completion:
         """What came of it. `now`: the engine's clock."""
         added = self.group.added
@@ -93,3 +110,8 @@ class Sample:
             match=self.match,
             num_preemptions=self.num_preemptions,
         )
+
+
+def _logprob(token: int, value: float, tokenizer: Any) -> Logprob:
+    text = token_text(tokenizer, token)
+    return Logprob(token, text, value, token_bytes(tokenizer, token, text) or b"")
