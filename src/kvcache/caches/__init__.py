@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import final
 
 from kvcache.backends import Backend
 from kvcache.spec import Array, Batch, CacheConfig, History, Usage
@@ -60,9 +61,10 @@ class Cache(ABC):
         `scale` defaults to D**-0.5.
         """
 
-    @abstractmethod
+    @final
     def set_config(self, config: CacheConfig) -> None:
         """Say how the model wants its history. Once, before `init`."""
+        self.prepare_config(config)()
 
     # --- for whoever manages the cache --------------------------------------------------------------------------------
 
@@ -81,32 +83,35 @@ class Cache(ABC):
     def close(self) -> None:
         """Free everything. Closing twice is allowed; any other call afterwards raises."""
 
-    @abstractmethod
+    @final
     def start_forward(self, batch: Batch, reserve: bool = False) -> None:
         """Find places for the tokens of `batch`, forgetting what spans have outgrown. `CacheFull` changes nothing.
 
         They count as stored from now on: if the model fails before its puts, `remove` them.
         With `reserve`, `get` answers with the largest shapes that can occur, and nothing is changed or stored.
         """
+        self.prepare_forward(batch, reserve)()
 
-    @abstractmethod
+    @final
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """`target` becomes the tokens of `source` below position `length`, by reference.
 
         An unknown source empties it.
         """
+        self.prepare_copy(source, target, length)()
 
     @abstractmethod
     def can_resume(self, sequence: int, position: int) -> bool:
         """Whether everything below `position` that a query there or later can see is stored."""
 
-    @abstractmethod
+    @final
     def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
         """Take the tokens in [begin, end) out; later ones move down, their keys re-rotated. `None`: to the end.
 
         Raises `NotSupported` when what the span needs at the new end was forgotten, or tokens would have to move and
         there is no `shift`.
         """
+        self.prepare_remove(sequence, begin, end)()
 
     @abstractmethod
     def sequence(self, sequence: int) -> SequenceView:
@@ -120,7 +125,7 @@ class Cache(ABC):
     def check(self) -> None:
         """Raise `CorruptState` unless every structure agrees with every other. Walks everything."""
 
-    # --- for hybrids: two steps, so that all members change or none ---------------------------------------------------
+    # --- in two steps, of which only the first can fail: so all members of a hybrid change, or none -------------------
 
     @abstractmethod
     def prepare_config(self, config: CacheConfig) -> Callable[[], None]:

@@ -129,9 +129,6 @@ class CausalCache(Cache):
             sinks=sinks,
         )
 
-    def set_config(self, config: CacheConfig) -> None:
-        self.prepare_config(config)()
-
     def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
         return self._lifecycle.prepare_config(config)
 
@@ -189,9 +186,6 @@ class CausalCache(Cache):
             self.__dict__.pop("_tables", None)
             self.__dict__.pop("_storage", None)
 
-    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
-        self.prepare_forward(batch, reserve)()
-
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
         self._lifecycle.limits.check_pass(batch, reserve)
         rows = group_rows(batch)
@@ -216,9 +210,6 @@ class CausalCache(Cache):
 
         return effect
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        self.prepare_copy(source, target, length)()
-
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
         source, target, length = check_copy(source, target, length)
@@ -240,9 +231,6 @@ class CausalCache(Cache):
 
     def stopping_point(self, sequence: int, position: int) -> int:
         return position
-
-    def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
-        self.prepare_remove(sequence, begin, end)()
 
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False

@@ -172,9 +172,6 @@ class EncoderCache(Cache):
             queries, keys, values, self._segments(current, found), scale=scale, softcap=softcap, sinks=sinks
         )
 
-    def set_config(self, config: CacheConfig) -> None:
-        self.prepare_config(config)()
-
     def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
         return self._lifecycle.prepare_config(config)
 
@@ -216,9 +213,6 @@ class EncoderCache(Cache):
         self._layers.clear()
         self._published.clear()
 
-    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
-        self.prepare_forward(batch, reserve)()
-
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
         self._lifecycle.limits.check_pass(batch, reserve)
         if len(batch.media) > 1 and any(media.num_tokens is None for media in batch.media):
@@ -242,9 +236,6 @@ class EncoderCache(Cache):
                 entries.append(entry)
 
         return effect
-
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        self.prepare_copy(source, target, length)()
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
@@ -279,9 +270,6 @@ class EncoderCache(Cache):
 
     def stopping_point(self, sequence: int, position: int) -> int:
         return position
-
-    def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
-        self.prepare_remove(sequence, begin, end)()
 
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False

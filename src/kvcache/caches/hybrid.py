@@ -82,9 +82,6 @@ class HybridCache(Cache):
     ) -> Array:
         return self.members[self._active].attend(queries, scale=scale, softcap=softcap, sinks=sinks)
 
-    def set_config(self, config: CacheConfig) -> None:
-        self.prepare_config(config)()
-
     def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
         return _all([self._lifecycle.prepare_config(config), *(m.prepare_config(config) for m in self.members)])
 
@@ -118,14 +115,8 @@ class HybridCache(Cache):
         for member in self.members:
             member.close()
 
-    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
-        self.prepare_forward(batch, reserve)()
-
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
         return _all([member.prepare_forward(batch, reserve) for member in self.members])
-
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        self.prepare_copy(source, target, length)()
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
         return _all([member.prepare_copy(source, target, length) for member in self.members])
@@ -139,9 +130,6 @@ class HybridCache(Cache):
 
     def stopping_point(self, sequence: int, position: int) -> int:
         return _agreed(position, [partial(member.stopping_point, sequence) for member in self.members])
-
-    def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
-        self.prepare_remove(sequence, begin, end)()
 
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False

@@ -134,9 +134,6 @@ class RecurrentCache(Cache):
     ) -> Array:
         raise NotSupported("a recurrent state cannot be attended to; read it with get")
 
-    def set_config(self, config: CacheConfig) -> None:
-        self.prepare_config(config)()
-
     def prepare_config(self, config: CacheConfig) -> Callable[[], None]:
         return self._lifecycle.prepare_config(config)
 
@@ -176,9 +173,6 @@ class RecurrentCache(Cache):
         self._sequences.clear()
         self._published.clear()
 
-    def start_forward(self, batch: Batch, reserve: bool = False) -> None:
-        self.prepare_forward(batch, reserve)()
-
     def prepare_forward(self, batch: Batch, reserve: bool = False) -> Callable[[], None]:
         self._lifecycle.limits.check_pass(batch, reserve)
         rows = group_rows(batch)
@@ -207,9 +201,6 @@ class RecurrentCache(Cache):
                 known.end = max(batch.positions[row] for row in rows[sequence]) + 1
 
         return effect
-
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        self.prepare_copy(source, target, length)()
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
         self._lifecycle.limits  # noqa: B018  raises when closed
@@ -241,9 +232,6 @@ class RecurrentCache(Cache):
 
     def stopping_point(self, sequence: int, position: int) -> int:
         return self.resume_point(sequence, position)
-
-    def remove(self, sequence: int, begin: int, end: int | None = None) -> None:
-        self.prepare_remove(sequence, begin, end)()
 
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
