@@ -5,7 +5,7 @@
 Bodies are strict: no text is taken for a number, and a field nobody knows is an error: whoever misspells `temperature`
 must not get an answer computed without it. A field that is known, yet would change the answer in a way we cannot serve,
 is refused by its name (`Refused`). On the way back, tokens that are no whole characters have bytes all the same
-(`bytes_of`). Values only: no I/O, no clock.
+(`bytes_of`), and probabilities of 0 a logarithm (`logarithm`). Values only: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kvcache.request import Logprob
 
-__all__ = ["Body", "Invalid", "Refused", "bytes_of", "likeliest", "parse"]
+__all__ = ["Body", "Invalid", "Refused", "bytes_of", "likeliest", "logarithm", "parse"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 _SHOWN = 60
 """Characters of an offending value that an error repeats: a prompt of megabytes is not sent back."""
+
+
+_LEAST = -9999.0
+"""Less than the logarithm of any probability that f32 can hold; OpenAI's number."""
 
 
 class Invalid(ValueError):
@@ -77,6 +81,11 @@ def parse(model: type[_Model], raw: bytes) -> _Model:
 def likeliest(top_p: float, top_k: int) -> tuple[float, int]:
     """What `SamplingParams` calls them: no negative number, and no share of 0, which is the likeliest token alone."""
     return (top_p, max(top_k, 0)) if top_p else (1.0, 1)
+
+
+def logarithm(token: Logprob) -> float:
+    """The logarithm of a token's probability, as JSON can hold it: of a probability of 0 it is no infinity there."""
+    return max(token.logprob, _LEAST)
 
 
 def bytes_of(token: Logprob) -> bytes | None:

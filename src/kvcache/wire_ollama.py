@@ -24,13 +24,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias, cast, final
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, cast, final
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from kvcache.request import Completion, Logprob, SamplingParams, Token, TokenLogprobs
-from kvcache.wire import Body, Invalid, Refused, bytes_of, likeliest, parse
+from kvcache.wire import Body, Invalid, Refused, bytes_of, likeliest, logarithm, parse
 
 __all__ = [
     "ChatReply",
@@ -363,10 +363,6 @@ class VersionReply(TypedDict):
     version: str
 
 
-_LEAST: Final = -9999.0
-"""JSON has no infinity: the logarithm of a probability of 0."""
-
-
 def timestamp(moment: datetime) -> str:
     """RFC 3339, with a time zone, as Ollama writes it."""
     return moment.isoformat().replace("+00:00", "Z")
@@ -377,7 +373,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _logprob(one: Logprob) -> TopLogprob:
-    made: TopLogprob = {"token": one.text, "logprob": max(one.logprob, _LEAST)}
+    made: TopLogprob = {"token": one.text, "logprob": logarithm(one)}
     if (known := bytes_of(one)) is not None:
         made["bytes"] = list(known)
     return made

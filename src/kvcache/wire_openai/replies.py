@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, NotRequired, TypeAlias, final
+from typing import Literal, NamedTuple, NotRequired, TypeAlias, final
 
 from typing_extensions import TypedDict
 
 from kvcache.request import Completion, Logprob, Token, TokenLogprobs
-from kvcache.wire import bytes_of
+from kvcache.wire import bytes_of, logarithm
 from kvcache.wire_openai.bodies import ChatBody, CompletionBody
 
 __all__ = [
@@ -212,13 +212,9 @@ def model_list(names: Sequence[str], created: int) -> ModelList:
     return {"object": "list", "data": [model_object(name, created) for name in names]}
 
 
-_LEAST: Final = -9999.0
-"""JSON has no infinity: the logarithm of a probability of 0."""
-
-
 def _logprob(one: Logprob) -> TopLogprob:
     known = bytes_of(one)
-    return {"token": one.text, "logprob": max(one.logprob, _LEAST), "bytes": None if known is None else list(known)}
+    return {"token": one.text, "logprob": logarithm(one), "bytes": None if known is None else list(known)}
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -240,7 +236,7 @@ def _name(one: Logprob) -> str:
 def _by_name(each: TokenLogprobs) -> dict[str, float]:
     made: dict[str, float] = {}
     for one in (*each.top, each.chosen):
-        made.setdefault(_name(one), max(one.logprob, _LEAST))
+        made.setdefault(_name(one), logarithm(one))
     return made
 
 
@@ -262,7 +258,7 @@ def _completion_logprobs(tokens: Sequence[TokenLogprobs], offsets: _Offsets, end
     """`offsets`: in the choice's text. `end`: of it."""
     return {
         "tokens": [_name(each.chosen) for each in tokens],
-        "token_logprobs": [max(each.chosen.logprob, _LEAST) for each in tokens],
+        "token_logprobs": [logarithm(each.chosen) for each in tokens],
         "top_logprobs": [_by_name(each) for each in tokens],
         "text_offset": [min(offsets.of(each.chosen), end) for each in tokens],
     }
