@@ -123,7 +123,8 @@ class Runner:
         self.cache = cache
         self.members = _checked_members(cache, layout)
         self.layout = layout
-        self._causal = next((m for m in self.members if isinstance(m, CausalCache | RecurrentCache)), self.members[0])
+        # Media alone do not say where a sequence ends.
+        self._counting = next((m for m in self.members if isinstance(m, CausalCache | RecurrentCache)), self.members[0])
         self._states = next((m for m in self.members if isinstance(m, RecurrentCache)), None)
         self._encoder = next((m for m in self.members if isinstance(m, EncoderCache)), None)
         self.model_seconds = 0.0
@@ -297,7 +298,7 @@ class Runner:
             if work.sequence in seen:
                 raise ValueError(f"sequence {work.sequence} has two works; expected one per forward: join their tokens")
             seen.add(integer(work.sequence, "Work.sequence", minimum=-(2**61)))
-            end = self._causal.sequence(work.sequence).seq_len
+            end = self._counting.sequence(work.sequence).seq_len
             if integer(work.position, "Work.position") < end:
                 raise ValueError(
                     f"sequence {work.sequence} ends at {end} and its work begins at {work.position}; expected the end: "
