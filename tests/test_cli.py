@@ -220,6 +220,16 @@ def test_conversation_in_the_terminal(folder: Path, monkeypatch: pytest.MonkeyPa
     assert "'x' is no branch; expected one of main, b" in done.stderr
 
 
+def test_brackets_in_names_and_errors_are_shown_as_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    lines = "\n".join(["/fork [red]b[/red]", "/cache", "/switch [/x]", "/[/y]", ""])
+    done = CliRunner().invoke(app, ["run", str(folder), "--capacity", "100"], input=lines, catch_exceptions=False)
+    assert "on branch [red]b[/red]" in done.stderr
+    assert "branches: main, [red]b[/red]" in done.stderr
+    assert "'[/x]' is no branch" in done.stderr
+    assert "/[/y] is no command" in done.stderr
+
+
 def test_ctrl_c_at_the_prompt_says_how_to_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str | type[BaseException]] = [KeyboardInterrupt, "hi", KeyboardInterrupt, EOFError]
 

@@ -49,7 +49,7 @@ def run(
     with _runner(loaded, kv_dtype, capacity, max_tokens) as runner:
         conversation = Conversation(loaded, runner, capacity)
         runner.warm()  # the time to the first token is the model's, not a compiler's
-        console = Console(stderr=True, highlight=False)
+        console = Console(stderr=True, highlight=False, markup=False)  # names and errors may hold [brackets]
         for given in prompts:
             prompt = given.encode(errors="surrogateescape").decode(errors="replace")  # as in _talk
             pieces = conversation.complete(prompt, max_tokens)
@@ -134,7 +134,7 @@ def _answer(conversation: Conversation, pieces: Generator[str], console: Console
     sys.stdout.flush()
     if conversation.last:
         cost = _cost(conversation.last, conversation.cache.usage().num_bytes)
-        console.print(cost, style="dim", soft_wrap=True, markup=False)
+        console.print(cost, style="dim", soft_wrap=True)
 
 
 def _cost(turn: Turn, num_bytes: int) -> str:
