@@ -230,6 +230,17 @@ def test_brackets_in_names_and_errors_are_shown_as_they_are(folder: Path, monkey
     assert "/[/y] is no command" in done.stderr
 
 
+def test_closed_streams_end_the_conversation_without_a_traceback(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}", None)
+    monkeypatch.setattr("sys.argv", ["kvcache", "run", str(folder), "--capacity", "100"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    for name in ("stdin", "stdout", "stderr"):
+        getattr(sys, name).close()  # the process's end would
+    assert stopped.value.code == 0
+
+
 def test_ctrl_c_at_the_prompt_says_how_to_leave(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str | type[BaseException]] = [KeyboardInterrupt, "hi", KeyboardInterrupt, EOFError]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 from kvcache.errors import KVCacheError, needing
 
@@ -11,6 +13,7 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line. Errors that a user can cure are one line on stderr and exit status 1."""
+    _replace_closed_streams()
     try:
         with needing("cli", "the command line"):
             from kvcache.cli.app import app
@@ -18,3 +21,10 @@ def main() -> None:
     except (ImportError, KVCacheError, OSError, TypeError, ValueError) as error:
         sys.stderr.write(f"kvcache: {error}\n")
         sys.exit(1)
+
+
+def _replace_closed_streams() -> None:
+    """A stream that was closed before we began (`>&-`) is None: reading gets its end, and what is written is lost."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  it stays open
