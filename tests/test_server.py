@@ -694,7 +694,18 @@ def test_others_are_not_let_in_without_a_key(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"port": 70_000}, {"max_open": 0}, {"request_seconds": 0}, {"grace_seconds": -1}, {"api_key": ""}]
+    "wrong",
+    [
+        {"port": 70_000},
+        {"max_open": 0},
+        {"request_seconds": 0},
+        {"grace_seconds": -1},
+        {"grace_seconds": float("inf")},
+        {"idle_seconds": float("inf")},
+        {"api_key": ""},
+        {"api_key": " key"},
+        {"api_key": "key\n"},
+    ],
 )
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -43,8 +44,12 @@ class Settings:
     grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise ValueError("the API key is empty or not ASCII; expected a text that fits into an HTTP header")
+        key = self.api_key
+        if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
+            raise ValueError(
+                "the API key is empty, or has spaces around it or characters that are no printable ASCII; expected a "
+                "text that fits into an HTTP header"
+            )
         if self.api_key is None and not self.is_loopback and not self.insecure:
             raise ValueError(
                 f"host is {self.host}: others could use this server without a key; give --api-key, or listen on "
@@ -62,8 +67,11 @@ class Settings:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected more than 0")
-        if self.grace_seconds < 0:
+        if not self.grace_seconds >= 0:
             raise ValueError(f"grace_seconds is {self.grace_seconds}; expected at least 0")
+        for name in ("idle_seconds", "grace_seconds"):
+            if math.isinf(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number of seconds that ends")
 
     @property
     def is_loopback(self) -> bool:
