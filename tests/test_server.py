@@ -594,6 +594,9 @@ def test_the_description_is_of_everything_that_is_served(served: Served) -> None
     assert all({"405", "500"} < each["responses"].keys() for path in paths.values() for each in path.values())
     assert bodies["CompletionBody"]["properties"]["model"]["enum"] == [NAME, f"{NAME}:latest"]
     assert [bodies["CompletionBody"]["properties"][name]["anyOf"][0]["maximum"] for name in ("n", "best_of")] == [4, 4]
+    biases = bodies["CompletionBody"]["properties"]["logit_bias"]["anyOf"][0]
+    assert biases["patternProperties"].keys() == {"^(0|[1-9][0-9]{0,8})$"}
+    assert biases["additionalProperties"] is False
     for path in ("/", "/health", "/metrics", "/openapi.json"):
         call = schemathesis.openapi.from_dict(description)[path]["GET"].Case()
         call.call_and_validate(

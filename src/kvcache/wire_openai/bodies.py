@@ -25,7 +25,7 @@ __all__ = ["ChatBody", "CompletionBody", "Message", "parse_chat", "parse_complet
 Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Bias: TypeAlias = Annotated[
     dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=1024),
+    Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
 ]
 """Ids without leading zeros: "05" beside "5" would be the same token twice, and one of them lost."""
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
