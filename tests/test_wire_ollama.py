@@ -43,6 +43,7 @@ def generate_body(**fields: Any) -> Any:
         ({"repeat_penalty": 1.3, "repeat_last_n": 0}, {}),
         ({"presence_penalty": 1, "frequency_penalty": -1}, {"presence_penalty": 1.0, "frequency_penalty": -1.0}),
         ({"num_keep": 9}, {"keep": 9}),
+        ({"num_predict": 7.0, "num_ctx": 8192.0, "seed": 5.0}, {"max_tokens": 7, "seed": 5}),  # JSON has one kind
         ({"num_ctx": 4096, "num_thread": 8, "num_gpu": -1, "use_mmap": True, "mirostat": 0, "typical_p": 1.0}, {}),
     ],
 )
@@ -97,6 +98,7 @@ def test_fields_that_ask_for_nothing_pass(fields: dict[str, Any]) -> None:
         {"options": {"temperature": -1}},
         {"options": {"num_predict": 2**40}},
         {"options": {"num_predict": "5"}},
+        {"options": {"num_predict": 5.5}},
         {"options": {"stop": [""]}},
         {"context": [-1]},
         {"stream": "yes"},

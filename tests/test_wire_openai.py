@@ -56,6 +56,7 @@ def test_wire_formats_load_no_tensor_library_and_no_http() -> None:
         ({"stop": "END"}, {"stop": ("END",)}),
         ({"stop": ["a", "b"], "n": 3, "best_of": 5}, {"stop": ("a", "b"), "n": 3, "best_of": 5}),
         ({"logprobs": 0}, {"logprobs": 0}),
+        ({"max_tokens": 5.0, "n": 2.0, "logprobs": 1.0}, {"max_tokens": 5, "n": 2, "logprobs": 1}),
         ({"top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2}, {"top_k": 0, "min_p": 0.1, "repetition_penalty": 1.2}),
         ({"presence_penalty": -1, "frequency_penalty": 2}, {"presence_penalty": -1.0, "frequency_penalty": 2.0}),
         ({"ignore_eos": True, "stop_token_ids": [5]}, {"ignore_eos": True, "stop_token_ids": (5,)}),

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kvcache.request import Logprob
 
-__all__ = ["Body", "Invalid", "Refused", "bytes_of", "likeliest", "logarithm", "parse"]
+__all__ = ["WHOLE", "Body", "Invalid", "Refused", "bytes_of", "likeliest", "logarithm", "parse"]
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -68,6 +68,14 @@ class Refused:
             if value == each and isinstance(value, bool) == isinstance(each, bool):
                 return value
         raise PydanticCustomError("unsupported", "this server does not support it; leave it out")
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE: Final = BeforeValidator(_whole)
+"""`Annotated[int, Field(ge=1), WHOLE]`: JSON has one kind of number, so 8192.0 is an integer, as its schema says."""
 
 
 def parse(model: type[_Model], raw: bytes) -> _Model:

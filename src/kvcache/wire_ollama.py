@@ -30,7 +30,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from kvcache.request import Completion, Logprob, SamplingParams, Token, TokenLogprobs
-from kvcache.wire import Body, Invalid, Refused, bytes_of, likeliest, logarithm, parse
+from kvcache.wire import WHOLE, Body, Invalid, Refused, bytes_of, likeliest, logarithm, parse
 
 __all__ = [
     "ChatReply",
@@ -57,7 +57,7 @@ __all__ = [
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
-Int: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Int: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Stop: TypeAlias = Annotated[str, Field(min_length=1, max_length=1000)]
 Duration: TypeAlias = Annotated[
@@ -72,19 +72,19 @@ class Options(Body):
 
     num_predict: Int | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.8
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 40
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = 40
     top_p: Annotated[float, Field(ge=0, le=1)] | None = 0.9
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE] | None = None
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = 1.0
     repeat_last_n: Annotated[Any, Refused((-1, 0))] = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    num_keep: Annotated[int, Field(ge=0, lt=2**31)] | None = 4
+    num_keep: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = 4
     # how a model is loaded: without effect
     numa: bool | None = None
-    num_ctx: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    num_ctx: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     num_batch: Int | None = None
     num_gpu: Int | None = None
     main_gpu: Int | None = None
@@ -112,7 +112,7 @@ class _Common(Body):
     stream: bool | None = True
     options: Options | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     shift: bool | None = False
     # without effect
     keep_alive: float | Duration | None = None

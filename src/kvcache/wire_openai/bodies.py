@@ -18,11 +18,11 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvcache.request import SamplingParams
-from kvcache.wire import Body, Invalid, Refused, likeliest, parse
+from kvcache.wire import WHOLE, Body, Invalid, Refused, likeliest, parse
 
 __all__ = ["ChatBody", "CompletionBody", "Message", "parse_chat", "parse_completion"]
 
-Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
 Bias: TypeAlias = Annotated[
     dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=1024, json_schema_extra={"additionalProperties": False}),
@@ -52,7 +52,7 @@ class _Common(Body):
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
     stop: Annotated[list[Stop], Field(max_length=16)] | Stop | None = None
     seed: Int64 | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
@@ -61,13 +61,13 @@ class _Common(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     logit_bias: Bias | None = None
     # of other servers
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = 1.0
     ignore_eos: bool | None = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     context_shift: bool | None = False
-    keep: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
+    keep: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = 0
     use_beam_search: bool | None = False
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -138,10 +138,10 @@ class CompletionBody(_Common):
     """The body of `/v1/completions`. `max_tokens` is 16 where it is not given, as OpenAI has it."""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     echo: bool | None = False
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
     # refused by name
     suffix: Annotated[Any, Refused()] = None
 
@@ -199,10 +199,10 @@ class ChatBody(_Common):
     """The body of `/v1/chat/completions`. Without a number of tokens, a message goes on to the end of the context."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     # without effect
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
