@@ -44,6 +44,7 @@ def generate_body(**fields: Any) -> Any:
         ({"presence_penalty": 1, "frequency_penalty": -1}, {"presence_penalty": 1.0, "frequency_penalty": -1.0}),
         ({"num_keep": 9}, {"keep": 9}),
         ({"num_predict": 7.0, "num_ctx": 8192.0, "seed": 5.0}, {"max_tokens": 7, "seed": 5}),  # JSON has one kind
+        ({"penalize_newline": True}, {}),
         ({"num_ctx": 4096, "num_thread": 8, "num_gpu": -1, "use_mmap": True, "mirostat": 0, "typical_p": 1.0}, {}),
     ],
 )
@@ -68,6 +69,7 @@ def test_fields_of_the_body_become_sampling_parameters() -> None:
         ({"suffix": "x"}, "suffix"),
         ({"images": ["aGk="]}, "images"),
         ({"options": {"mirostat": 2}}, "options.mirostat"),
+        ({"options": {"penalize_newline": False}}, "options.penalize_newline"),
         ({"options": {"tfs_z": 0.5}}, "options.tfs_z"),
         ({"options": {"repeat_last_n": 64}}, "options.repeat_last_n"),
     ],

@@ -100,6 +100,7 @@ class Options(Body):
     tfs_z: Annotated[Any, Refused((1,))] = None
     typical_p: Annotated[Any, Refused((1,))] = None
     mirostat: Annotated[Any, Refused((0,))] = None
+    penalize_newline: Annotated[Any, Refused((True,))] = None
     # of mirostat alone: without effect
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
