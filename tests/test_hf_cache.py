@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from families import FAMILIES, VOCABULARY, Family, one_thread
-from kvcache import CacheFull, NotSupported
+from kvcache import CacheFull, NotSupported, backends, formats
+from kvcache.formats import Stored
 from kvcache.hf import cache_for
 from kvcache.hf.attention import attention_forward
+from kvcache.hf.gather import Columns
 
 DECODERS = [name for name, family in FAMILIES.items() if not family.encoder_decoder]
 ATTENTIONS = ("built-in", "kvcache")
@@ -513,6 +515,15 @@ def test_block_sizes_change_nothing(block_size: int, attention: str) -> None:
     tokens = generate(model, prompt, cache, 9, attention_mask=mask, num_beams=2)
     assert tokens.tolist() == expected.tolist()
     cache.check()
+
+
+def test_only_the_blocks_of_a_pass_are_gathered() -> None:
+    """Out of a pool that no memory holds: all its blocks lie at one place."""
+    pool = torch.randn(1, 2, 16, 32).expand(1 << 40, 2, 16, 32)
+    stored = Stored(pool, formats.create("f32", backends.create("torch")), 32)
+    blocks = torch.tensor([9, 1 << 30, 4])
+    columns = Columns(1, 35, 16, torch.empty(0), run=None, blocks=(blocks, 5), missing=None)
+    assert torch.equal(columns.read(stored, torch.float32), pool[0].repeat(1, 3, 1)[None, :, 5:40])
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)

@@ -12,7 +12,9 @@ from kernel_cases import Sequence, Shape, array, decode, make_world, naive, pref
 
 torch = pytest.importorskip("torch")
 
-from kvcache.kernels import sdpa, sdpa_plan  # noqa: E402  they import torch
+from kvcache import backends, formats  # noqa: E402
+from kvcache.formats import Stored  # noqa: E402
+from kvcache.kernels import AttentionBatch, Segment, sdpa, sdpa_plan  # noqa: E402  the last two import torch
 
 BATCHES = {
     "a prompt": [prefill(40)],
@@ -82,6 +84,16 @@ def test_blocks_in_a_row_are_not_copied() -> None:
     (tile,) = sdpa_plan.plan(world.batch, torch.device("cpu"))
     block = keys.array[tile.blocks[0]]
     assert sdpa._gather(keys, tile, 64).data_ptr() == block[:, tile.begin].data_ptr()
+
+
+def test_only_blocks_that_are_seen_are_copied() -> None:
+    """In a pool that no memory holds: all its blocks lie at one place."""
+    pool = torch.randn(1, 2, 16, 32).expand(1 << 40, 2, 16, 32)
+    keys = Stored(pool, formats.create("f32", backends.create("torch")), 32)
+    segment = Segment(np.array([0]), np.array([9, 1 << 30, 4], np.int32), 40, 0, None)
+    batch = AttentionBatch([segment], np.zeros(1, np.int32), np.array([40], np.int32), 16)
+    (tile,) = sdpa_plan.plan(batch, torch.device("cpu"))
+    assert torch.equal(sdpa._gather(keys, tile, 16), pool[0].repeat(1, 3, 1)[None, :, :40])
 
 
 def test_a_batch_is_planned_once_and_plans_die_with_it() -> None:

@@ -6,7 +6,7 @@ Which slots the columns are is worked out once per pass and member, in NumPy; ea
 |----------------------------------------------------|----------------------------------------------------------|
 | one row, slots side by side, blocks of one slot    | nothing: a strided view                                  |
 | blocks of one slot                                 | one `index_select` of rows [H*W], a memcpy each          |
-| larger blocks, rows aligned alike                  | one `index_select` of blocks, head-major                 |
+| larger blocks, rows aligned alike                  | one `index_select` of blocks, then heads first           |
 | anything else                                      | one gather of single slots                               |
 
 Columns that a row does not have (left padding, positions that a span forgot) come as zeros; masks hide them.
@@ -65,7 +65,8 @@ class Columns:
         return decoded if self.missing is None else decoded.masked_fill(self.missing.to(array.device), 0)
 
     def _read_blocks(self, stored: Stored, blocks: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-        chosen = stored.array.transpose(0, 1).index_select(1, blocks.to(stored.array.device))  # [H,B*m,block_size,W]
+        # Of any dimension but the first, `index_select` copies the whole pool before it selects.
+        chosen = stored.array.index_select(0, blocks.to(stored.array.device)).transpose(0, 1)  # [H,B*m,block_size,W]
         decoded: Tensor = stored.format.decode(chosen, stored.head_dim)
         rows = decoded.to(dtype).reshape(len(decoded), self.num_rows, -1, decoded.shape[-1]).transpose(0, 1)
         return rows[:, :, offset : offset + self.num_columns]

@@ -95,14 +95,15 @@ class SdpaKernel(Kernel):
 
 def _gather(stored: Stored, tile: Tile, block_size: int) -> Tensor:
     """Decoded rows [B,H,S,D] of a tile's columns. Consecutive blocks of one slot, or one block, are not copied."""
-    heads_first = stored.array.transpose(0, 1)  # [H,N,block_size,W]
+    array = stored.array  # [N,H,block_size,W]
     if tile.slots is not None:
-        rows = heads_first[:, tile.slots // block_size, tile.slots % block_size].unsqueeze(0)
+        rows = array.transpose(0, 1)[:, tile.slots // block_size, tile.slots % block_size].unsqueeze(0)
     else:
         if isinstance(tile.blocks, range):
-            blocks = heads_first[:, tile.blocks.start : tile.blocks.stop]
-        else:
-            blocks = heads_first.index_select(1, tile.blocks)
+            blocks = array[tile.blocks.start : tile.blocks.stop]
+        else:  # of any dimension but the first, `index_select` copies the whole pool before it selects
+            blocks = array.index_select(0, tile.blocks)
+        blocks = blocks.transpose(0, 1)
         rows = blocks.reshape(blocks.shape[0], tile.num_segments, -1, blocks.shape[3]).transpose(0, 1)
         rows = rows[:, :, tile.begin : tile.begin + tile.length]
     decoded: Tensor = stored.format.decode(rows, stored.head_dim)
