@@ -656,6 +656,37 @@ def test_a_home_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch,
         cpu_build._compile("scalar", cpu_build._folder("scalar") / "kernel.so", verbose=False)
 
 
+def test_a_damaged_build_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVCACHE_CFLAGS", "-DDAMAGED")
+    folder = cpu_build._folder("scalar")
+    folder.mkdir(parents=True)
+    (folder / f"{cpu_build._namespace(folder)}.so").write_bytes(b"half of it")
+    with pytest.raises(NotSupported, match=rf"lies in {folder} cannot be loaded: .*too short; remove that folder"):
+        cpu_build.build(isa="scalar")
+
+
+def test_a_second_attempt_is_found_by_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def second(name: str, *_: object, build_directory: str, **__: object) -> None:
+        (Path(build_directory) / f"{name}_v1.so").touch()  # as PyTorch calls it, within one process
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", second)
+    target = tmp_path / "kernels" / "cpu-scalar" / "kvcache_cpu_scalar.so"
+    cpu_build._compile("scalar", target, verbose=False)
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_build_that_is_broken_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken_off(*_: object, build_directory: str, **__: object) -> None:
+        (Path(build_directory) / "cpu.o").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        cpu_build._compile("scalar", tmp_path / "kernels" / "cpu-scalar" / "kernel.so", verbose=False)
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ninja") is None, reason="needs ninja")
 def test_what_does_not_compile_says_so_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVCACHE_HOME", str(tmp_path))

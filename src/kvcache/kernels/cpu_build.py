@@ -86,8 +86,8 @@ def build(*, isa: str | None = None, verbose: bool = False) -> Built:
     """Compiles the kernel for this machine, unless it is there already, and loads it: `operators` gives it from now on.
 
     isa: one of `ISAS`; `None`: what `KVCACHE_ISA` names, else the best. verbose: show the compiler's output.
-    Raises `ValueError` for an unknown isa, and `NotSupported` for one that this CPU has not and when it cannot be
-    compiled, with the compiler's words.
+    Raises `ValueError` for an unknown isa, and `NotSupported` for one that this CPU has not, when it cannot be
+    compiled, with the compiler's words, and when what was compiled before cannot be loaded.
     """
     name = isa_name(isa)
     if name == "avx512" and not torch.cpu._is_avx512_supported():
@@ -147,7 +147,13 @@ def _built(name: str, verbose: bool) -> Built:
     if namespace not in _registered:
         path = folder / f"{namespace}.so"
         if path.exists():
-            torch.ops.load_library(str(path))  # OSError: remove the file, and it is built again
+            try:
+                torch.ops.load_library(str(path))
+            except OSError as error:
+                raise NotSupported(
+                    f"the CPU kernel that lies in {folder} cannot be loaded: {error.__cause__ or error}; remove that "
+                    f"folder, and it is built again"
+                ) from error
         else:
             started = time.perf_counter()
             _compile(name, path, verbose)
@@ -197,8 +203,12 @@ def _compile(isa: str, target: Path, verbose: bool) -> None:
             verbose=verbose,
             is_python_module=False,
         )
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        for library in scratch.glob("*.so"):  # PyTorch names that of a second attempt in one process otherwise
+            library.rename(scratch / target.name)
+    except BaseException as error:  # Ctrl-C, too, leaves nothing
         shutil.rmtree(scratch, ignore_errors=True)
+        if not isinstance(error, (OSError, RuntimeError, subprocess.SubprocessError)):
+            raise
         raise NotSupported(
             f"the CPU kernel could not be compiled: {error}; `kvcache build --verbose` shows what {compiler!r} says, "
             f"and CXX names another"
