@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvcache.caches.causal
 from arrays import BACKENDS, add_offsets, attention, keys_of, open_columns, recognise, to_backend, to_numpy, values_of
 from kvcache import (
     Batch,
@@ -24,6 +25,10 @@ from kvcache import (
 from kvcache.errors import CacheFull, NotSupported
 
 SIZES = {"max_sequences": 2, "capacity": 16, "max_batch": 8}
+
+
+def out_of_memory(*_: object) -> Any:
+    raise MemoryError
 
 
 def refused(members: Sequence[Any], operation: Callable[[], object], error: type[Exception] = ValueError) -> None:
@@ -208,6 +213,15 @@ def test_init_of_all_members_or_of_none() -> None:
     with pytest.raises(ValueError, match="init"):
         HybridCache(new, used).init("numpy", "f32", **SIZES)
     new.init("numpy", "f32", **SIZES)  # it was left alone
+
+
+def test_init_with_a_pool_too_large_for_memory_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = HybridCache(CausalCache(Sliding(2)), CausalCache())
+    with monkeypatch.context() as patch:
+        patch.setattr(kvcache.caches.causal, "Tables", out_of_memory)
+        with pytest.raises(MemoryError):
+            cache.init("numpy", "f32", **SIZES)
+    cache.init("numpy", "f32", **SIZES)
 
 
 def test_a_cache_is_given_once() -> None:

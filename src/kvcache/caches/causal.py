@@ -172,9 +172,12 @@ class CausalCache(Cache):
         else:
             size = integer(num_blocks, "num_blocks", minimum=1)
 
+        storage = BlockStorage(arrays, pair, size, self.block_size)
+        tables = Tables(span, self.block_size, size)  # a pool too large for memory raises here
+
         def effect() -> None:
-            self._storage = BlockStorage(arrays, pair, size, self.block_size)
-            self._tables = Tables(span, self.block_size, size)
+            self._storage = storage
+            self._tables = tables
             self._lifecycle.begin(limits)
 
         return effect
