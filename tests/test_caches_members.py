@@ -126,6 +126,28 @@ def test_what_one_member_cannot_remove_no_member_removes() -> None:
     refused([cache, sliding, full], lambda: cache.remove(0, 1, 2), NotSupported)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shift_may_use_one_array_for_all_layers(backend: str) -> None:
+    """What a shift function returns is stored when all layers are turned; the array may hold the next layer by then."""
+    out = to_backend(backend, np.zeros((2, 1, 4), np.float32))
+
+    def shift(layer: int, keys: Any, offsets: Any) -> Any:
+        out[:] = keys + offsets[:, None, None]
+        return out
+
+    cache = CausalCache(shift=shift)
+    cache.init(backend, "f32", **SIZES)
+    cache.start_forward(Batch([0, 1, 2], [0, 0, 0]))
+    for layer in (0, 1):
+        rows = to_backend(backend, np.full((3, 1, 4), 10 + 10 * layer, np.float32))
+        cache.set_layer(layer)
+        cache.put(rows, rows)
+    cache.remove(0, 0, 1)
+    for layer in (0, 1):
+        for view in cache.sequence(0).views(layer):
+            assert (to_numpy(view.keys) == 9 + 10 * layer).all()
+
+
 def test_shift_is_told_the_layer_of_the_model() -> None:
     calls = []
 

@@ -406,6 +406,8 @@ class CausalCache(Cache):
         backend = self._storage.backend
         device = backend.device(layer)
         if device not in forward.masks:
+            if storage.key_format.is_native:  # perhaps the function's own array, in which the next layer comes, too
+                encoded = storage.backend.concatenate((encoded,), 0)
             mask = np.where(visible, np.float32(0), np.float32(-np.inf))
             forward.masks[device] = backend.cast(backend.from_numpy(mask, layer), config.mask_dtype)
         return forward.masks[device]
