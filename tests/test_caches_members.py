@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvcache.backends
 import kvcache.caches.causal
 from arrays import BACKENDS, add_offsets, attention, keys_of, open_columns, recognise, to_backend, to_numpy, values_of
 from kvcache import (
@@ -244,6 +245,29 @@ def test_init_with_a_pool_too_large_for_memory_can_be_tried_again(monkeypatch: p
         with pytest.raises(MemoryError):
             cache.init("numpy", "f32", **SIZES)
     cache.init("numpy", "f32", **SIZES)
+
+
+def test_states_are_put_for_all_sequences_or_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = kvcache.backends.numpy()
+    cache = RecurrentCache()
+    cache.init(backend, "f32", **SIZES)
+    cache.set_layer(0)
+    cache.start_forward(Batch([0, 0], [0, 1]))
+    cache.put(np.zeros((2, 3), np.float32), None)
+    copied = []
+
+    def once(arrays: Sequence[Any], axis: int) -> Any:
+        if copied:
+            out_of_memory()
+        copied.append(np.concatenate(arrays, axis))
+        return copied[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend), "concatenate", lambda _, arrays, axis: once(arrays, axis))
+        with pytest.raises(MemoryError):
+            cache.put(np.ones((2, 3), np.float32), None)
+    cache.start_forward(Batch([1, 1], [0, 1]))
+    assert not cache.get().keys.any()
 
 
 def test_a_cache_is_given_once() -> None:

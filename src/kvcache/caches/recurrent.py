@@ -113,11 +113,14 @@ class RecurrentCache(Cache):
             raise ValueError("put got no states; expected convolution states, recurrent states or both")
         if current.is_reserved:
             return
-        self._shapes.update(shapes)
-        for row, sequence in enumerate(current.sequences):
+        owned = [
+            [None if array is None else self._own(array, row) for array in rows]
+            for row in range(len(current.sequences))
+        ]
+        self._shapes.update(shapes)  # nothing fails from here on
+        for (conv, recurrent), sequence in zip(owned, current.sequences, strict=True):
             live = self._sequences[sequence].live
             assert live is not None  # start_forward has made it
-            conv, recurrent = (None if array is None else self._own(array, row) for array in rows)
             live[layer] = (conv, recurrent)
 
     def get(self) -> History:
