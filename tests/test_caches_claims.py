@@ -112,6 +112,49 @@ def test_what_is_appended_is_named_when_it_is_no_array(keys: Any) -> None:
     assert "keys" in str(error) and "expected" in str(error)
 
 
+@pytest.mark.parametrize("what", ["zeros", "cast"])  # the layer's tensors, and rows in the layer's element type
+def test_a_layer_that_memory_has_no_room_for(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def out_of_memory(*_: object) -> Any:
+        raise MemoryError
+
+    backend = kvcache.backends.numpy()
+    cache = made(backend=backend, dtype="f16")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(backend), what, out_of_memory)
+        before = repr(cache.usage())
+        with pytest.raises(MemoryError):
+            cache.sequence(0).append(0, numbers(2, H, D), numbers(2, H, DV))
+        assert repr(cache.usage()) == before
+        cache.start_forward(Batch([0], [0]))
+        cache.set_layer(0)
+        before = repr(cache.usage())
+        with pytest.raises(MemoryError):
+            cache.put(numbers(1, H, D), numbers(1, H, DV))
+        assert repr(cache.usage()) == before
+        with pytest.raises(ValueError, match="holds nothing yet"):
+            cache.sequence(0).packed_views(0)
+    cache.put(numbers(1, H + 1, D), numbers(1, H + 1, DV))  # the layer takes what is put first
+    assert cache.get().keys.shape == (1, H + 1, D)
+
+
+def test_an_append_that_cannot_show_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = made(dtype="q8_0")
+    view, rows = cache.sequence(0), numbers(2, 1, 32)
+    view.append(0, rows, rows)
+    view.commit(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(view), "_views", lambda *_: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                view.append(0, rows, rows)
+    with pytest.raises(ValueError, match="has 0 appended tokens"):
+        view.commit(2)
+    view.commit(0)
+    cache.start_forward(Batch([2], [0]))
+    assert cache.usage().sequences[0].num_blocks == 3
+    cache.check()
+
+
 def test_a_reserve_beside_appended_tokens() -> None:
     cache = made()
     forward(cache, [0])

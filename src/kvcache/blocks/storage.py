@@ -110,17 +110,25 @@ class BlockStorage:
         return keys
 
     def made(self, layer: int, keys: Array, values: Array) -> LayerStorage:
-        """The tensors of a layer, made now if nothing was put into it yet; accepted rows say what they must hold."""
-        have = self._layers.get(layer)
-        if have is None:
-            have = self._layers[layer] = self._create(layer, keys.shape, values.shape)
-        return have
+        """The tensors of a layer, or new ones if nothing was put into it yet; accepted rows say what they must hold.
 
-    def write(self, layer: int, slots: NDArray[np.int64], keys: Array, values: Array) -> None:
-        """Encode accepted rows into `slots`."""
-        have = self.made(layer, keys, values)
-        self.backend.write_rows(have.keys.array, slots, self.key_format.encode(keys))
-        self.backend.write_rows(have.values.array, slots, self.value_format.encode(values))
+        New ones are the layer's when `keep` is told so: after the first rows.
+        """
+        return self._layers.get(layer) or self._create(layer, keys.shape, values.shape)
+
+    def keep(self, layer: int, made: LayerStorage) -> None:
+        """Rows were put into these tensors: they are the layer's."""
+        self._layers[layer] = made
+
+    def encode(self, keys: Array, values: Array) -> tuple[Array, Array]:
+        """Accepted rows as `write` takes them."""
+        return self.key_format.encode(keys), self.value_format.encode(values)
+
+    def write(self, layer: int, made: LayerStorage, encoded: tuple[Array, Array], slots: NDArray[np.int64]) -> None:
+        """Encoded rows into `slots` of a layer's tensors."""
+        for stored, rows in zip((made.keys, made.values), encoded, strict=True):
+            self.backend.write_rows(stored.array, slots, rows)
+        self.keep(layer, made)
 
     def read_keys(self, layer: int, slots: NDArray[np.int64]) -> Array:
         """Keys [n,H,D] of `slots`, decoded; a copy."""

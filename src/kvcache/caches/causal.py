@@ -1,7 +1,7 @@
 """`CausalCache`: keys and values of tokens under one span. Tables decide, storage keeps, kernels read.
 
 start_forward   Tables.plan -> Tables.apply -> BlockStorage.copy_blocks     places, forgetting, copy-on-write
-put             kernels.writer(...).put, else BlockStorage.write            rows into slots, encoded
+put             kernels.writer(...).put, else BlockStorage.encode, write    rows into slots, encoded
 get             Forward.columns -> BlockStorage.read                        history and mask
 attend          Forward.attention -> kernels.choose(...).attend             blocks read in place
 remove          Tables.plan_removal -> turns -> Tables.apply_removal        keys re-rotated
@@ -73,7 +73,7 @@ class CausalCache(Cache):
         forward, layer = self._started(), self._active_layer()
         keys, values = self._storage.accept(layer, keys, values, forward.num_rows)
         if not forward.is_reserved:
-            self.write(layer, forward.slots, keys, values)
+            self.prepare_write(layer, keys, values)(forward.slots)
         forward.written[layer] = (keys.shape[1], keys.shape[2], values.shape[2])
 
     def get(self) -> History:
@@ -318,17 +318,22 @@ class CausalCache(Cache):
         self._lifecycle.limits  # noqa: B018  raises when closed
         return self._storage
 
-    def write(self, layer: int, slots: NDArray[np.int64], keys: Array, values: Array) -> None:
-        """Accepted rows into slots."""
-        made = self._storage.made(layer, keys, values)
+    def prepare_write(self, layer: int, keys: Array, values: Array) -> Callable[[NDArray[np.int64]], None]:
+        """Everything of storing accepted rows that takes memory, changing nothing; the answer puts them into slots."""
+        storage = self._storage
+        made = storage.made(layer, keys, values)
         writers = self._forward.writers if self._forward else {}
         kind = kernels.forced(), keys.dtype, values.dtype, made.kind
         writer = writers.get(kind) or kernels.writer((made.keys, made.values), (keys, values))
         if writer is None:  # attention may load one before the next layer
-            self._storage.write(layer, slots, keys, values)
-        else:
-            writers[kind] = writer
+            return partial(storage.write, layer, made, storage.encode(keys, values))
+        writers[kind] = writer
+
+        def put(slots: NDArray[np.int64]) -> None:
             writer.put(made.keys, made.values, slots, keys, values)
+            storage.keep(layer, made)
+
+        return put
 
     def pad_forward(self, num_rows: int, slots: Array) -> Padded:
         """Give the pass under way `num_rows` rows: those beyond its batch see nothing and are stored nowhere.
@@ -398,6 +403,8 @@ class CausalCache(Cache):
             given = storage.backend.from_numpy(offsets.astype(np.int32), layer)
             turned = self._shift(layer, storage.read_keys(layer, slots), given)
             encoded = storage.key_format.encode(storage.accept_keys(layer, turned, len(slots)))
+            if storage.key_format.is_native:  # perhaps the function's own array, in which the next layer comes, too
+                encoded = storage.backend.concatenate((encoded,), 0)
             turns.append(partial(storage.write_keys, layer, encoded=encoded))
         return turns
 
@@ -406,8 +413,6 @@ class CausalCache(Cache):
         backend = self._storage.backend
         device = backend.device(layer)
         if device not in forward.masks:
-            if storage.key_format.is_native:  # perhaps the function's own array, in which the next layer comes, too
-                encoded = storage.backend.concatenate((encoded,), 0)
             mask = np.where(visible, np.float32(0), np.float32(-np.inf))
             forward.masks[device] = backend.cast(backend.from_numpy(mask, layer), config.mask_dtype)
         return forward.masks[device]

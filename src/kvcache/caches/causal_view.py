@@ -57,17 +57,19 @@ class CausalSequenceView(SequenceView):
         begin = table.appended.get(layer, 0) if table else 0
         check_growth(self._sequence, self.seq_len, begin + num_tokens)
         missing = begin + num_tokens - (len(table.pending) if table else 0)
-        if missing > 0:
-            plan = tables.plan({self._sequence: range(missing)}, pending=True)
+        plan = tables.plan({self._sequence: range(missing)}, pending=True) if missing > 0 else None
+        write = self._cache.prepare_write(layer, keys, values)
+        if plan:
             self._cache.end_forward()
             applied = tables.apply(plan)
             storage.copy_blocks(applied.sources, applied.targets)
             table = tables.sequences[self._sequence]
         assert table is not None  # it has pending slots now
         indices = np.asarray(table.pending[begin : begin + num_tokens], np.int64)
-        self._cache.write(layer, table.slots(indices), keys, values)
+        write(table.slots(indices))
+        views = self._views(layer, begin + num_tokens)  # decoding all there is may fail: then nothing was appended
         table.appended[layer] = begin + num_tokens
-        return Appended(self._views(layer, begin + num_tokens), table.end + begin)
+        return Appended(views, table.end + begin)
 
     def commit(self, num_tokens: int) -> None:
         self.prepare_commit(num_tokens)()
@@ -86,7 +88,7 @@ class CausalSequenceView(SequenceView):
             raise ValueError(f"commit({num_tokens}): nothing was appended; append keys and values first")
 
         def effect() -> None:
-            if appended:
+            if table and table.pending:  # an append that broke off leaves slots, too
                 self._cache.end_forward()
                 self._cache.tables.commit(self._sequence, num_tokens)
 
