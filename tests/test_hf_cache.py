@@ -248,6 +248,18 @@ def test_padding_that_becomes_visible_is_refused() -> None:
         generate(model, whole, cache, attention_mask=shown)
 
 
+def test_forwards_in_and_out_of_inference_mode_may_mix() -> None:
+    model = FAMILIES["llama"].build()
+    cache = cache_for(model, capacity=64, max_sequences=2)
+    prompt = ids(2, 12)
+    with torch.inference_mode():
+        model(prompt, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+    longer = torch.cat([prompt.flip(0), ids(2, 3)], dim=1)
+    assert cache.reuse(longer).num_tokens == 12
+    assert generate(model, longer, cache).tolist() == generate(model, longer).tolist()
+
+
 def test_embeddings_are_not_known_by_id() -> None:
     model = FAMILIES["llama"].build()
     cache = cache_for(model, capacity=64)

@@ -26,7 +26,10 @@ class Agreement(NamedTuple):
 
 @final
 class Transcript:
-    """Tokens [B, length]; appends in amortised O(B) per column."""
+    """Tokens [B, length]; appends in amortised O(B) per column.
+
+    Never inference tensors: of two forwards over one cache only one may be in that mode.
+    """
 
     def __init__(self) -> None:
         self._tokens = torch.empty((0, 0), dtype=torch.int64)
@@ -37,6 +40,7 @@ class Transcript:
         """int64 [B, length], a view."""
         return self._tokens[:, : self._length]
 
+    @torch.inference_mode(False)
     def append(self, tokens: Tensor | None, num_rows: int, num_tokens: int) -> None:
         """Add columns [B,n]; `None`: unknown ones. Rows are those of the first columns."""
         if not self._length:
@@ -53,10 +57,12 @@ class Transcript:
         """Keep the first `length` columns."""
         self._length = min(self._length, length)
 
+    @torch.inference_mode(False)
     def select(self, rows: Sequence[int]) -> None:
         """Make these rows the rows."""
         self._tokens = self._tokens[torch.as_tensor(rows, dtype=torch.int64)]
 
+    @torch.inference_mode(False)
     def copy(self) -> Transcript:
         """An independent transcript."""
         other = Transcript()
