@@ -333,6 +333,24 @@ def test_positions_of_ones_own_are_not_known_by_id() -> None:
     assert cache.reuse(torch.cat([prompt, prompt], dim=1)).num_tokens == 0
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_tokens_under_a_mask_that_hides_others_are_not_known_by_id(attention: str) -> None:
+    """The keys of the second layer depend on what was seen in the first."""
+    model = build(FAMILIES["llama"], attention)
+    prompt = ids(1, 12)
+    hole = torch.ones_like(prompt)
+    hole[0, 3] = 0
+    square = torch.ones((1, 1, 12, 12), dtype=torch.bool).tril()
+    square[..., 4:, 3] = False
+    for mask in (hole, square):
+        cache = cache_for(model, capacity=32)
+        with torch.no_grad():
+            model(prompt, attention_mask=mask, past_key_values=cache)
+        longer = torch.cat([prompt, ids(1, 3)], dim=1)
+        assert "under a mask that hides" in cache.reuse(longer).reason
+        assert generate(model, longer, cache).tolist() == generate(model, longer).tolist()
+
+
 def test_encoder_decoders_start_anew() -> None:
     family = FAMILIES["t5"]
     model = family.build()

@@ -322,6 +322,11 @@ class GenerateCache(TransformersCache):
             if current.num_columns > 1 and not self._records:
                 self._pool.keep_states(current.sequences)  # the end of a prompt: where the next one may leave
 
+    def hides_padding_alone(self, announcement: Announcement) -> bool:
+        """See `hooks.Listener`."""
+        mask, end = announcement.mask, self._rows.length + announcement.num_tokens
+        return mask is None or tuple(mask.shape) != (announcement.num_rows, end) or self.knows_padding(mask)
+
     def num_skipped(self, tokens: Tensor) -> int:
         """See `hooks.Listener`: models that take `cache_params` are fed the whole prompt after `reuse`."""
         if not self._is_fed_whole or not self._reused or tokens.shape[1] <= self._reused:

@@ -71,6 +71,9 @@ class Listener(Protocol):
     def num_skipped(self, tokens: Tensor) -> int:
         """How many leading tokens of this call the cache holds already, for models that cannot skip them themselves."""
 
+    def hides_padding_alone(self, announcement: Announcement) -> bool:
+        """Whether its mask hides left padding and nothing else."""
+
     def expected_positions(self, announcement: Announcement) -> Tensor:
         """The positions [B,n] that plain text has here."""
 
@@ -148,6 +151,9 @@ def _identified(cache: Listener, announcement: Announcement, kwargs: dict[str, A
         if is_encoder_decoder and name == "encoder_outputs":
             continue  # the decoder's keys depend on it, and `reuse` says so
         return False
+    given = kwargs.get("decoder_attention_mask" if is_encoder_decoder else "attention_mask")
+    if (given is not None and announcement.mask is None) or not cache.hides_padding_alone(announcement):
+        return False  # what a token cannot see changes its keys and values from the second layer on
     positions = kwargs.get("position_ids")
     if isinstance(positions, Tensor):
         expected = cache.expected_positions(announcement)

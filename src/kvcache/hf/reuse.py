@@ -126,7 +126,10 @@ def _difference(transcript: Transcript, prompt: Tensor, found: Sequence[Agreemen
     if column >= prompt.shape[1]:
         return f"the prompt ends at {column}"
     if int(cached[column]) == UNKNOWN:
-        return f"token {column} of the cache came as an embedding, with an image or unannounced: its id is not known"
+        return (
+            f"token {column} of the cache came as an embedding, with an image, under a mask that hides tokens or "
+            f"unannounced: its id is not known"
+        )
     return f"token {column} is {int(prompt[r, column])}, and {int(cached[column])} in the cache"
 
 
