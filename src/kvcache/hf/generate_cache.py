@@ -64,6 +64,7 @@ class GenerateCache(TransformersCache):
         self._pass: Pass | None = None
         self._handed = Handed()
         self._announced: Announcement | None = None
+        self._is_running = False  # between `announce` and `finish`
         self._reused = 0  # columns that `reuse` kept, until the next pass
         self._may_expand = False  # after `reuse`: generate may repeat each row for beams
         self._records = False
@@ -198,21 +199,25 @@ class GenerateCache(TransformersCache):
         """Take the last `-tokens_to_remove` columns back; 0: the last forward stays. `NotSupported` when gone."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop got {tokens_to_remove}; expected a negative number of tokens to take back, or 0")
+        self._mend()
         count = min(-tokens_to_remove, self._rows.length)
         if count:
             self._cut(self._rows.length - count)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was. References only."""
+        self._mend()
         self._select(self._chosen(beam_idx, "beam_idx"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
         repeats = integer(repeats, "repeats", minimum=1)
+        self._mend()
         self._select([row for row in range(len(self._rows.sequences)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, by their numbers or by a bool for each."""
+        self._mend()
         self._select(self._chosen(indices, "indices"))
 
     # --- for whoever owns the cache -----------------------------------------------------------------------------------
@@ -223,9 +228,10 @@ class GenerateCache(TransformersCache):
         All rows keep equally many tokens and at least one is left to compute. Sliding and recurrent layers may force it
         further back; `memory` of `cache_for` widens what they retain. With left padding pass the `attention_mask` too.
         """
-        self._settle()
         prompt = as_rows(input_ids)
         mask = as_mask(attention_mask, prompt)
+        self._mend()
+        self._settle()
         if self._layout.is_encoder_decoder and self._rows.length:
             self.reset()
             return Match(0, "the decoder's tokens depend on the encoder's input, which is not compared")
@@ -248,7 +254,7 @@ class GenerateCache(TransformersCache):
         self._transcript = Transcript()
         self.media.clear()
         self._pass = self._announced = None
-        self._may_expand = False
+        self._is_running = self._may_expand = False
         self.on_reset()
 
     def usage(self) -> Usage:
@@ -263,15 +269,15 @@ class GenerateCache(TransformersCache):
         rows = self._rows
         if rows.length != self._transcript.tokens.shape[1]:
             raise CorruptState(f"{rows.length} columns and {self._transcript.tokens.shape[1]} token ids")
-        for sequence, expected in zip(rows.sequences, rows.num_tokens, strict=True):
-            if (found := self._pool.length(sequence)) != expected:
-                raise CorruptState(f"a row has {expected} tokens and its sequence {found}")
+        if found := self._unequal():
+            raise CorruptState(f"a row has {found[0]} tokens and its sequence {found[1]}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GenerateCache:
         """A fork: independent rows that share every block of this cache. O(blocks), no tensors."""
         model = self._model()
         if model is None:
             raise ValueError(f"the {self._name} of this cache is gone; keep the model as long as its cache")
+        self._mend()
         self._settle()
         fork = GenerateCache(model, self._pool)
         memo[id(self)] = fork
@@ -298,6 +304,11 @@ class GenerateCache(TransformersCache):
                 f"the cache was made for another model ({self._name}), and this {type(model).__name__} is not it; use "
                 f"cache_for(model, ...) of the model that generates"
             )
+        if taken := self._mend():
+            raise ValueError(
+                f"the forward before broke off (Ctrl-C), and its {taken} tokens in each row have been taken back; call "
+                f"cache.reuse(input_ids) and generate() again"
+            )
         rows = self._rows
         if announcement.mask is None and rows.length and any(rows.padding) and not self._is_fed_whole:
             raise ValueError(
@@ -306,17 +317,18 @@ class GenerateCache(TransformersCache):
                 f"(generate() drops a mask that is all ones)"
             )
         self._settle()
-        self._announced = announcement
+        self._announced, self._is_running = announcement, True
 
     def finish(self, *, failed: bool) -> None:
         """See `hooks.Listener`."""
+        self._is_running = False
         current, self._announced = self._pass, None
         if current is None or not current.is_open:
             return
         current.is_open = False
         if failed:
             self._pass = self._pool.flush = None
-            self._undo(current)
+            self._undo(current.begin)
         else:
             self._pool.settle()
             if current.num_columns > 1 and not self._records:
@@ -542,11 +554,36 @@ class GenerateCache(TransformersCache):
         self._transcript.cut(length)
         self._pass = None
 
-    def _undo(self, current: Pass) -> None:
-        """Take a failed pass back; where that is not possible any more, forget everything."""
-        if current.begin and not self._layout.has_states:
+    def _unequal(self) -> tuple[int, int] | None:
+        """Tokens of the first row that has not as many as its sequence, and those; `None` where all have."""
+        rows = self._rows
+        pairs = zip(rows.num_tokens, map(self._pool.length, rows.sequences), strict=True)
+        return next((pair for pair in pairs if pair[0] != pair[1]), None)
+
+    def _mend(self) -> int:
+        """Take back a forward that ended without a word; answers with its columns.
+
+        PyTorch calls hooks after an `Exception`, and Ctrl-C is none: it leaves layers without the pass's keys.
+        """
+        if not self._is_running:
+            return 0
+        self._is_running = False
+        current, self._announced, self._pass = self._pass, None, None
+        length = begin = self._rows.length
+        if current is not None and current.is_open:
+            current.is_open, begin = False, current.begin
+            if current.states is not None and self._pool.flush == current.states.write_back:
+                self._pool.flush = None
+        elif not self._unequal():
+            return 0
+        self._undo(begin)
+        return length - self._rows.length
+
+    def _undo(self, begin: int) -> None:
+        """Take a failed pass back, to its first column; where that is not possible any more, forget everything."""
+        if begin and not self._layout.has_states:
             try:
-                self._cut(current.begin)
+                self._cut(begin)
             except NotSupported:
                 self.reset()
         else:
