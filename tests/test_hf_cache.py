@@ -235,6 +235,15 @@ def test_a_chunk_of_padding_alone_where_keys_are_wider_than_values() -> None:
     assert found.equal(expected)
 
 
+@pytest.mark.parametrize("name", ["bloom", "llama", "gemma3"])
+def test_chunks_of_padding_alone(name: str) -> None:
+    model = FAMILIES[name].build()
+    prompt = ids(2, 17)
+    options = {"attention_mask": (torch.arange(17) >= torch.tensor([[11], [12]])).long(), "prefill_chunk_size": 3}
+    expected = generate(model, prompt, **options)
+    assert generate(model, prompt, cache_for(model, capacity=32, max_sequences=2), **options).equal(expected)
+
+
 def test_padding_that_becomes_visible_is_refused() -> None:
     """Padding is not stored, so a mask that shows it later cannot be honoured."""
     model = FAMILIES["llama"].build()

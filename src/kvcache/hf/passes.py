@@ -17,6 +17,7 @@ from typing import final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -113,8 +114,9 @@ class Pass:
         """All columns that masks of this layer have; `keys` and `values` are the new ones, put before."""
         member = self.pool.member_of(layer)
         cache = self.pool.causal(member)
-        if not self.new:
-            return Gathered(keys, values)
+        if not self.new:  # padding alone, and before it, too
+            before = self.begin - first_column(cache.tables.span, self.begin)
+            return Gathered(F.pad(keys, (0, 0, before, 0)), F.pad(values, (0, 0, before, 0)))
         stored = cache.storage.layer(layer)
         if not self.begin and self._kept is None and self.pool.keeps(keys.dtype):
             return Gathered(keys, values)  # the columns are the new tokens, and storing has not changed them
