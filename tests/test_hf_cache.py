@@ -174,6 +174,34 @@ def test_mamba_is_fed_only_new_tokens_too() -> None:
     assert tokens.tolist() == generate(model, longer, num_tokens=3).tolist()
 
 
+def test_mamba_skips_what_each_of_several_rows_has() -> None:
+    model = FAMILIES["mamba2"].build()
+    cache = cache_for(model, capacity=96, max_sequences=2)
+    prompt = ids(2, 12)
+    longer = torch.cat([prompt, generate(model, prompt, cache), ids(2, 5, seed=7)], dim=1)
+    assert cache.reuse(longer).num_tokens == 17
+    assert generate(model, longer, cache).tolist() == generate(model, longer).tolist()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("padding", [0, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_assisted_generation_after_reuse(name: str, padding: int, attention: str) -> None:
+    """transformers feeds the whole prompt there, whatever the cache holds; the hook takes off what it does."""
+    model = build(FAMILIES[name], attention)
+    cache = cache_for(model, capacity=96)
+    prompt = ids(1, 12)
+    mask = torch.ones((1, 23), dtype=torch.long)
+    mask[:, :padding] = 0
+    longer = torch.cat([prompt, generate(model, prompt, cache, attention_mask=mask[:, :12]), ids(1, 5, seed=7)], dim=1)
+    expected = generate(model, longer, attention_mask=mask)
+    for options in ({"assistant_model": FAMILIES[name].build()}, {"prompt_lookup_num_tokens": 3}):
+        fork = copy.deepcopy(cache)
+        assert fork.reuse(longer, mask).num_tokens == 17
+        assert generate(model, longer, fork, attention_mask=mask, **options).tolist() == expected.tolist()
+        fork.check()
+
+
 def test_reuse_of_rows() -> None:
     """Each row of the new prompt takes the row that agrees longest; all keep what the worst of them can."""
     model = FAMILIES["llama"].build()

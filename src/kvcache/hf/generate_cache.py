@@ -339,12 +339,24 @@ class GenerateCache(TransformersCache):
         mask, end = announcement.mask, self._rows.length + announcement.num_tokens
         return mask is None or tuple(mask.shape) != (announcement.num_rows, end) or self.knows_padding(mask)
 
-    def num_skipped(self, tokens: Tensor) -> int:
-        """See `hooks.Listener`: models that take `cache_params` are fed the whole prompt after `reuse`."""
-        if not self._is_fed_whole or not self._reused or tokens.shape[1] <= self._reused:
+    def num_skipped(self, tokens: Tensor, mask: Tensor | None, positions: Any) -> int:
+        """See `hooks.Listener`: models that take `cache_params` are fed the whole prompt after `reuse`.
+
+        So are others by assisted generation, which shows in a mask of the prompt alone, or else in positions from 0.
+        """
+        kept, have = self._rows.length, len(self._rows.sequences)
+        if not kept or tokens.shape[1] <= kept or tokens.shape[0] % have:
             return 0
-        agreed = self._transcript.tokens == tokens[:1, : self._reused].cpu()
-        return self._reused if bool(agreed.all()) else 0
+        if self._is_fed_whole:
+            is_whole = self._reused > 0
+        elif mask is not None:
+            is_whole = mask.shape == tokens.shape
+        else:
+            is_whole = isinstance(positions, Tensor) and int(positions.flatten()[0]) == 0
+        if not is_whole:
+            return 0
+        cached = self._transcript.tokens.repeat_interleave(tokens.shape[0] // have, dim=0)
+        return kept if cached.equal(tokens[:, :kept].cpu()) else 0
 
     def expected_positions(self, announcement: Announcement) -> Tensor:
         """See `hooks.Listener`."""

@@ -68,8 +68,8 @@ class Listener(Protocol):
     def finish(self, *, failed: bool) -> None:
         """It is over."""
 
-    def num_skipped(self, tokens: Tensor) -> int:
-        """How many leading tokens of this call the cache holds already, for models that cannot skip them themselves."""
+    def num_skipped(self, tokens: Tensor, mask: Tensor | None, positions: Any) -> int:
+        """How many leading tokens of this call the cache holds already, where they have not been taken off before."""
 
     def hides_padding_alone(self, announcement: Announcement) -> bool:
         """Whether its mask hides left padding and nothing else."""
@@ -112,10 +112,16 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mask = kwargs.get(mask_name)
     mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     changed = None
-    if tokens is not None and not args and (skipped := cache.num_skipped(tokens)):
+    skipped = 0
+    if tokens is not None and not args:
+        skipped = cache.num_skipped(tokens, mask, kwargs.get("position_ids"))
+    if skipped:
         kwargs = dict(kwargs) | {ids_name: tokens[:, skipped:]}
-        if mask is not None:
+        if mask is not None and "cache_params" in kwargs:
             kwargs[mask_name] = mask[:, skipped:]
+        for name in ("position_ids", *_TOKEN_TYPES):
+            if isinstance(given := kwargs.get(name), Tensor) and given.shape[-1] == tokens.shape[1]:
+                kwargs[name] = given[..., skipped:]
         changed, tokens = (args, kwargs), tokens[:, skipped:]
         shaped = tokens
     if not shaped.shape[1]:
