@@ -6,11 +6,13 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from gguf_files import tiny_model, write_model
 from kvcache.errors import KVCacheError, NotSupported
@@ -268,6 +270,27 @@ def test_other_architectures_go_to_transformers_or_are_named(llama_file: Path, t
     path = write_model(tmp_path / "odd.gguf", tiny_model("llama"), "bert")
     with pytest.raises(NotSupported, match=r"odd\.gguf: architecture 'bert' cannot be loaded.*llama, qwen2"):
         load(path, progress=False)
+
+
+def test_what_transformers_reads_is_whole_or_refused(
+    llama_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes up weights that a file lacks, and says so in what it tells besides."""
+    path = write_model(tmp_path / "odd.gguf", tiny_model("llama"), "bert")
+    model = load(llama_file, tokenizer=False, progress=False).model
+    told: dict[str, Any] = {"missing_keys": {"model.layers.1.mlp.up_proj.weight"}}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: (model, told))
+    with pytest.raises(CorruptFile, match=r"odd\.gguf: 1 weights are missing: model\.layers\.1\.mlp\.up_proj"):
+        load(path, tokenizer=False, progress=False)
+    told["missing_keys"] = set()
+    assert load(path, tokenizer=False, progress=False).model is model
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("Padding_idx must be within num_embeddings")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(NotSupported, match="'bert' cannot be loaded .* Padding_idx must be"):
+        load(path, tokenizer=False, progress=False)
 
 
 # --- tokenizers of small models ---------------------------------------------------------------------------------------

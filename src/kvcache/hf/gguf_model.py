@@ -197,17 +197,34 @@ def _deinterleave(values: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def slow_model(file: GGUFFile, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Any other architecture, by transformers' own reader. Raises `NotSupported`, naming it, where there is none."""
+    """Any other architecture, by transformers' own reader. Raises `NotSupported`, naming it, where there is none.
+
+    `CorruptFile` where tensors are missing: transformers would go on with random numbers in their place.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(file.path.parent), gguf_file=file.path.name, dtype=dtype or torch.bfloat16
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(file.path.parent),
+            gguf_file=file.path.name,
+            dtype=dtype or torch.bfloat16,
+            output_loading_info=True,
         )
-    except (ValueError, KeyError, NotImplementedError, ImportError, RuntimeError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ImportError,
+        RuntimeError,
+    ) as error:
         raise NotSupported(
             f"{file.path}: architecture {file.architecture!r} cannot be loaded from GGUF (here: {', '.join(FAMILIES)}; "
             f"transformers says: {' '.join(str(error).split())[:300]}). Load the original folder or hub id instead"
         ) from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise CorruptFile(f"{file.path}: {len(missing)} weights are missing: {_some(missing)}")
     return model
