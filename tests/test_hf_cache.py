@@ -183,6 +183,22 @@ def test_mamba_skips_what_each_of_several_rows_has() -> None:
     assert generate(model, longer, cache).tolist() == generate(model, longer).tolist()
 
 
+@pytest.mark.parametrize("start_anew", [True, False])
+def test_the_end_of_a_prompt_is_kept_after_assisted_generation_too(start_anew: bool) -> None:
+    """Only that needs to record what convolutions see, and no checkpoints meanwhile."""
+    model = FAMILIES["lfm2"].build()
+    cache = cache_for(model, capacity=96)
+    prompt = ids(1, 12)
+    tokens = generate(model, prompt, cache, prompt_lookup_num_tokens=3)
+    longer = torch.cat([prompt, tokens, ids(1, 4, seed=3)], dim=1)
+    if start_anew:
+        cache.reset()
+    else:
+        assert cache.reuse(longer).num_tokens == 17
+    generate(model, longer, cache)
+    assert cache.reuse(torch.cat([longer, ids(1, 5, seed=8)], dim=1)).num_tokens == 22
+
+
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("padding", [0, 4])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -232,6 +232,7 @@ class GenerateCache(TransformersCache):
         mask = as_mask(attention_mask, prompt)
         self._mend()
         self._settle()
+        self._records = False
         if self._layout.is_encoder_decoder and self._rows.length:
             self.reset()
             return Match(0, "the decoder's tokens depend on the encoder's input, which is not compared")
@@ -254,7 +255,7 @@ class GenerateCache(TransformersCache):
         self._transcript = Transcript()
         self.media.clear()
         self._pass = self._announced = None
-        self._is_running = self._may_expand = False
+        self._is_running = self._may_expand = self._records = False
         self.on_reset()
 
     def usage(self) -> Usage:
