@@ -838,3 +838,15 @@ def test_a_call_that_is_not_announced_still_works() -> None:
             found = model.model(input_ids=prompt[:, begin:end], past_key_values=cache).last_hidden_state
             torch.testing.assert_close(found, expected[:, begin:end], atol=1e-4, rtol=1e-4)
     assert cache.reuse(prompt).num_tokens == 0
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_gradients_that_a_cache_would_lose_raise(attention: str) -> None:
+    """Keys and values are stored without them: what a loss owes to those would be left out."""
+    model = build(FAMILIES["llama"], attention).requires_grad_(True)
+    cache = cache_for(model, capacity=32)
+    model(ids(1, 12), past_key_values=cache)
+    loss = model(ids(1, 3), past_key_values=cache).logits.sum()
+    with pytest.raises(NotSupported, match="gradients do not flow .*past_key_values=None"):
+        loss.backward()
+    cache.check()

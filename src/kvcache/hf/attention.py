@@ -46,6 +46,7 @@ __all__ = [
     "register",
     "tag",
     "tag_both",
+    "without_gradient",
 ]
 
 NAME = "kvcache"
@@ -167,6 +168,30 @@ def reader_of(states: Tensor) -> Reader | None:
     return getattr(states, _TAG, None)
 
 
+@final
+class _WithoutGradient(torch.autograd.Function):
+    """What came through a cache, which stores no gradients: going back through it raises."""
+
+    @staticmethod
+    def forward(_ctx: Any, result: Tensor, *_sources: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> NoReturn:
+        raise NotSupported(
+            "gradients do not flow through keys and values that a cache stores; call the model without this cache to "
+            "train it (past_key_values=None, use_cache=False)"
+        )
+
+
+def without_gradient(result: Tensor, *sources: Tensor) -> Tensor:
+    """`result`, made of `sources` where no gradient reaches them: going back raises, where it would leave them out."""
+    if not torch.is_grad_enabled() or not any(source.requires_grad for source in sources):
+        return result
+    marked: Tensor = _WithoutGradient.apply(result, *sources)
+    return marked
+
+
 def register() -> None:
     """Make `attn_implementation="kvcache"` known to transformers; done when this file is imported."""
     AttentionInterface.register(NAME, attention_forward)
@@ -208,7 +233,7 @@ def attention_forward(
         call = Call(module, query, attention_mask, scaling, softcap, s_aux, position_bias, is_causal, dropout)
         answer = reader.attend(call)
         if answer is not None:
-            return answer, None
+            return without_gradient(answer, query, key, value), None
         key, value = reader.gather()
     if softcap is None and s_aux is None:
         output, _ = sdpa_attention_forward(

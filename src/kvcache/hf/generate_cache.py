@@ -32,7 +32,7 @@ from transformers import Cache as TransformersCache
 from transformers import PreTrainedModel
 
 from kvcache.errors import CorruptState, NotSupported
-from kvcache.hf.attention import Call, Gathered, Handed, MaskLength, Reader, is_in_place
+from kvcache.hf.attention import Call, Gathered, Handed, MaskLength, Reader, is_in_place, without_gradient
 from kvcache.hf.gather import columns_of
 from kvcache.hf.hooks import Announcement
 from kvcache.hf.layers import layer_of
@@ -91,7 +91,10 @@ class GenerateCache(TransformersCache):
         if self._in_place:
             reader = LayerReader(current, layer_idx, Gathered(key_states, value_states), whole)
             return self._handed.out(key_states, value_states, reader)
-        return whole or current.gather(layer_idx, key_states, value_states)
+        keys, values = whole or current.gather(layer_idx, key_states, value_states)
+        if keys is key_states:
+            return keys, values
+        return without_gradient(keys, key_states), without_gradient(values, value_states)
 
     def put_media(self, layer_idx: int, keys: Tensor, values: Tensor) -> Gathered:
         """Keys [B,H,S,D] and values that an encoder made, for cross attention."""
