@@ -289,7 +289,7 @@ def test_what_transformers_reads_is_whole_or_refused(
         raise AssertionError("Padding_idx must be within num_embeddings")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
-    with pytest.raises(NotSupported, match="'bert' cannot be loaded .* Padding_idx must be"):
+    with pytest.raises(NotSupported, match=r"'bert' cannot be loaded .* Padding_idx must be"):
         load(path, tokenizer=False, progress=False)
 
 

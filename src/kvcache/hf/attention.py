@@ -188,7 +188,7 @@ def without_gradient(result: Tensor, *sources: Tensor) -> Tensor:
     """`result`, made of `sources` where no gradient reaches them: going back raises, where it would leave them out."""
     if not torch.is_grad_enabled() or not any(source.requires_grad for source in sources):
         return result
-    marked: Tensor = _WithoutGradient.apply(result, *sources)
+    marked: Tensor = _WithoutGradient.apply(result, *sources)  # type: ignore[no-untyped-call]
     return marked
 
 

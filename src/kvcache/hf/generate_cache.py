@@ -341,7 +341,9 @@ class GenerateCache(TransformersCache):
     def hides_padding_alone(self, announcement: Announcement) -> bool:
         """See `hooks.Listener`."""
         mask, end = announcement.mask, self._rows.length + announcement.num_tokens
-        return mask is None or tuple(mask.shape) != (announcement.num_rows, end) or self.knows_padding(mask)
+        if mask is None or tuple(mask.shape) != (announcement.num_rows, end):
+            return True
+        return (not any(self._rows.padding) and bool(mask.all())) or self.knows_padding(mask)
 
     def num_skipped(self, tokens: Tensor, mask: Tensor | None, positions: Any) -> int:
         """See `hooks.Listener`: models that take `cache_params` are fed the whole prompt after `reuse`.

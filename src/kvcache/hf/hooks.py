@@ -112,10 +112,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mask = kwargs.get(mask_name)
     mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     changed = None
-    skipped = 0
-    if tokens is not None and not args:
-        skipped = cache.num_skipped(tokens, mask, kwargs.get("position_ids"))
-    if skipped:
+    if tokens is not None and not args and (skipped := cache.num_skipped(tokens, mask, kwargs.get("position_ids"))):
         kwargs = dict(kwargs) | {ids_name: tokens[:, skipped:]}
         if mask is not None and "cache_params" in kwargs:
             kwargs[mask_name] = mask[:, skipped:]
