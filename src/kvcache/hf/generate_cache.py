@@ -230,6 +230,7 @@ class GenerateCache(TransformersCache):
 
         All rows keep equally many tokens and at least one is left to compute. Sliding and recurrent layers may force it
         further back; `memory` of `cache_for` widens what they retain. With left padding pass the `attention_mask` too.
+        Tokens are compared, not weights: after others are loaded, or another adapter is chosen, call `reset`.
         """
         prompt = as_rows(input_ids)
         mask = as_mask(attention_mask, prompt)
