@@ -795,8 +795,18 @@ def test_a_forward_that_ctrl_c_breaks_off_is_taken_back(name: str) -> None:
         handle.remove()
         return cache
 
+    def broken_off_with_beams() -> Any:
+        cache = cache_for(model, capacity=64, max_sequences=2)
+        generate(model, prompt, cache, 4)
+        cache.reuse(longer)
+        handle = model.model.layers[1].register_forward_pre_hook(_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, longer, cache, num_beams=2)
+        handle.remove()
+        return cache
+
     kept = 0 if name == "falcon_h1" else 23
-    for cache in (broken_off(), copy.deepcopy(broken_off())):
+    for cache in (broken_off(), copy.deepcopy(broken_off()), broken_off_with_beams()):
         assert cache.reuse(longer).num_tokens == kept
         assert generate(model, longer, cache).tolist() == generate(model, longer).tolist()
         cache.check()

@@ -216,7 +216,7 @@ class GenerateCache(TransformersCache):
         """Repeat each row."""
         repeats = integer(repeats, "repeats", minimum=1)
         self._mend()
-        self._select([row for row in range(len(self._rows.sequences)) for _ in range(repeats)])
+        self._repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, by their numbers or by a bool for each."""
@@ -474,7 +474,7 @@ class GenerateCache(TransformersCache):
             rows.padding = [0] * num_rows
             self.media.clear()
         elif self._may_expand and num_rows % have == 0:
-            self.batch_repeat_interleave(num_rows // have)
+            self._repeat(num_rows // have)
         else:
             raise ValueError(
                 f"the forward brings {num_rows} rows and the cache holds {have} rows of {rows.length} tokens; call "
@@ -531,6 +531,9 @@ class GenerateCache(TransformersCache):
                 f"these, from 0, and at least one"
             )
         return rows
+
+    def _repeat(self, repeats: int) -> None:
+        self._select([row for row in range(len(self._rows.sequences)) for _ in range(repeats)])
 
     def _select(self, sources: Sequence[int]) -> None:
         """Make row i what row sources[i] was. The first user of a row keeps its sequence, others get references."""
