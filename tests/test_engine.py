@@ -541,6 +541,53 @@ def test_a_stream_that_was_done_and_never_read_leaves_nothing() -> None:
         assert engine.step() == []
 
 
+def test_what_ends_within_a_step_ends_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream may be dropped by the garbage collector at any time; listeners may abort."""
+
+    class Holder:
+        pass
+
+    with engine_for("llama") as engine:
+        holder: Any = Holder()
+        holder.itself, holder.stream = holder, engine.stream([5, 6, 7], max_tokens=30)
+        next(holder.stream)
+        engine.add(Request("aborted", [7, 8, 9], SamplingParams(max_tokens=30)))
+        other = engine.stream([8, 9], max_tokens=5)
+        del holder
+        forward = engine._core.runner.forward
+
+        def collecting(works: Any) -> Any:
+            gc.collect()
+            engine.abort("aborted")
+            return forward(works)
+
+        monkeypatch.setattr(engine._core.runner, "forward", collecting)
+        assert len(list(other)) == 6
+        last = engine.step()[-1]
+        assert isinstance(last, Finished)
+        assert (last.request_id, last.completion.finish_reason) == ("aborted", "abort")
+        assert engine.is_idle
+        assert_empty(engine)
+
+
+def test_names_of_a_caller_are_not_taken() -> None:
+    with engine_for("llama") as engine:
+        engine.add(Request("kvcache-0", [5, 6, 7], SamplingParams(max_tokens=4)))
+        assert len(engine.generate([8, 9], max_tokens=2)[0].token_ids) == 2
+        assert len(drained(engine)["kvcache-0"].token_ids) == 4
+
+
+def test_a_stream_whose_engine_is_closed_raises() -> None:
+    with engine_for("llama") as engine:
+        done, begun, unread = (engine.stream([5, 6, 7], max_tokens=count) for count in (2, 9, 1))
+        assert len([next(done) for _ in range(3)]) == 3
+        next(begun)
+    assert list(done) == []
+    for stream in (begun, unread):
+        with pytest.raises(ValueError, match="the engine is closed"):
+            list(stream)
+
+
 def test_events_outlive_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_for("llama") as engine:
         for name in "ab":

@@ -12,6 +12,7 @@ Tensors are touched by the runner and the sampler alone. One thread owns an engi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, final
 
@@ -94,6 +95,8 @@ class Engine:
         self._names = count()
         self._is_proven = True
         self._is_closed = False
+        self._is_busy = False
+        self._ending: list[tuple[str, bool]] = []
         self._fault: CorruptState | None = None
 
     # --- for people ---------------------------------------------------------------------------------------------------
@@ -188,7 +191,8 @@ class Engine:
             room = self._core.prefixes.room_beside_pins(self._core.probe(request, tokens))
             if room is not None and len(tokens) >= room:
                 raise RequestRefused(request.id, len(tokens) + 1, room, "the cache, beside what is pinned,")
-        self._core.begin(request, tokens)
+        with self._working():
+            self._core.begin(request, tokens)
         self._is_proven = False
         return request.id
 
@@ -196,23 +200,31 @@ class Engine:
         """One forward for all requests under way, and what came of it. Raises `CorruptState` for a broken cache."""
         self._check_open()
         core = self._core
-        events, core.undelivered = core.undelivered, []
-        try:
-            core.step(events)
-        except BaseException:
-            core.undelivered = events + core.undelivered  # what came before is told by the next step
-            raise
+        with self._working():
+            events, core.undelivered = core.undelivered, []
+            try:
+                core.step(events)
+            finally:
+                core.undelivered = events + core.undelivered  # if it raised, the next step tells what came before
         if not core.groups and not self._is_proven:
             self._prove()
+        events, core.undelivered = core.undelivered, []
         return events
 
     def abort(self, request_id: str) -> bool:
-        """End a request now; its `Finished` comes with the next step. False when no such request is under way."""
+        """End a request now; its `Finished` comes with the next step. False when no such request is under way.
+
+        Within a step, as a listener may call it: at the end of that step.
+        """
         self._check_open()
         group = self._core.groups.get(request_id)
         if group is None:
             return False
-        self._core.abort(group)
+        if self._is_busy:
+            self._ending.append((request_id, True))
+            return True
+        with self._working():
+            self._core.abort(group)
         return True
 
     @property
@@ -252,7 +264,8 @@ class Engine:
     def check(self) -> None:
         """Raise `CorruptState` unless cache, index and scheduler agree. Walks everything."""
         self._check_open()
-        self._core.check()
+        with self._working():
+            self._core.check()
 
     def close(self) -> None:
         """Give the model its attention back and free the cache. Closing twice is allowed."""
@@ -301,14 +314,30 @@ class Engine:
 
     def _drop(self, request_id: str) -> None:
         """End a request whose events nobody wants."""
-        if not self._is_closed:
+        if self._is_busy:
+            self._ending.append((request_id, False))
+        elif not self._is_closed:
             self.abort(request_id)
             self._core.undelivered = [event for event in self._core.undelivered if event.request_id != request_id]
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Requests that end meanwhile end afterwards: a stream that the garbage collector finds may end anywhere."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+            while self._ending:
+                request_id, is_wanted = self._ending.pop(0)
+                if not self._is_closed:
+                    (self.abort if is_wanted else self._drop)(request_id)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _named(self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None) -> Request:
-        return Request(f"kvcache-{next(self._names)}", prompt, params, salt=salt)
+        names = (f"kvcache-{number}" for number in self._names)
+        return Request(next(name for name in names if name not in self._core.groups), prompt, params, salt=salt)
 
     def _probe(self, prompt: str | Sequence[int], salt: str | None) -> Sample:
         request = self._named(prompt, SamplingParams(), salt)
@@ -364,10 +393,18 @@ class Engine:
 
     def _events_of(self, ids: set[str]) -> Iterator[Event]:
         """Step until these requests are done. Events of others wait for whoever steps next."""
-        while ids & self._core.groups.keys() or any(event.request_id in ids for event in self._core.undelivered):
+        core, left = self._core, set(ids)
+        # In an engine that was closed meanwhile `step` raises: what has not finished must not look as if it had.
+        while left and (
+            self._is_closed or left & core.groups.keys() or any(event.request_id in left for event in core.undelivered)
+        ):
             events = self.step()
-            self._core.undelivered += [event for event in events if event.request_id not in ids]
-            yield from (event for event in events if event.request_id in ids)
+            core.undelivered += [event for event in events if event.request_id not in ids]
+            for event in events:
+                if event.request_id in ids:
+                    if isinstance(event, Finished):
+                        left.discard(event.request_id)
+                    yield event
 
     def _streamed(self, request_id: str) -> Iterator[Event | None]:
         try:
