@@ -25,6 +25,7 @@ from engines import (
 )
 from families import FAMILIES, VOCABULARY
 from kvcache import Completion, CorruptState, Engine, Finished, Request, SamplingParams, Token
+from kvcache.engine.text import TextStream
 from kvcache.request import Event, MediaInput, RequestRefused
 
 # --- the same tokens as alone -----------------------------------------------------------------------------------------
@@ -600,6 +601,39 @@ def test_events_outlive_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> No
                 engine.step()
         ended = [event.request_id for event in engine.step() if isinstance(event, Finished)]
         assert "a" in ended
+
+
+def test_a_tokenizer_that_raises_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of its own output, nor of others: streamed texts are what the completion says."""
+    requests = [Request(name, [5, 6, number], SamplingParams(max_tokens=6)) for number, name in enumerate("abc", 7)]
+    with engine_for("llama", tokenizer=word_tokenizer()) as engine:
+        for request in requests:
+            engine.add(request)
+        calm = drained(engine)
+        step, countdown = TextStream.step, iter([True, True, False, True, True, True, False])
+
+        def failing(stream: TextStream, token: int) -> str:
+            if not next(countdown, True):
+                raise OSError
+            return step(stream, token)
+
+        monkeypatch.setattr(TextStream, "step", failing)
+        for request in requests:
+            engine.add(request)
+        events: list[Event] = []
+        num_failed = 0
+        while not engine.is_idle:
+            try:
+                events += engine.step()
+            except OSError:
+                num_failed += 1
+    assert num_failed == 2
+    for name, expected in calm.items():
+        own = [event for event in events if event.request_id == name]
+        assert tuple(event.token_id for event in own if isinstance(event, Token)) == expected.token_ids
+        assert "".join(event.text for event in own if isinstance(event, Token)) == expected.text
+        assert isinstance(own[-1], Finished)
+        assert (own[-1].completion.token_ids, own[-1].completion.text) == (expected.token_ids, expected.text)
 
 
 def interrupted(*arguments: Any, **named: Any) -> Any:

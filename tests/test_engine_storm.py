@@ -6,12 +6,14 @@ Tokens, texts, log-probabilities and reasons are those of an engine with room fo
 from __future__ import annotations
 
 import random
-from collections import Counter
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+import kvcache.engine
 from engines import BLOCK, assert_empty, block_bytes, media_inputs, tree, word_tokenizer
 from families import FAMILIES, one_thread
 from kvcache import Completion, Engine, Finished, Request, SamplingParams
@@ -21,7 +23,7 @@ from kvcache.engine.drafts import DraftModel
 from kvcache.engine.prefixes import Prefixes
 from kvcache.engine.sampler import greedy
 from kvcache.hf.runner import Runner
-from kvcache.request import Event, MediaInput, RequestRefused
+from kvcache.request import Event, MediaInput, RequestRefused, Token
 from kvcache.scheduler import Scheduler
 
 
@@ -207,6 +209,92 @@ def test_steps_that_break_off_anywhere_change_nothing(name: str, seed: int, monk
     assert len(num_broken) > 8, num_broken
     for request in requests:
         assert outcome(stormy[request.id]) == outcome(calm[request.id]), request
+
+
+class Breaker:
+    """Calls a function of an engine, and raises before a line of it, drawn by chance."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._folder = kvcache.__path__[0]
+        self.num_broken = 0
+        self.is_on = True
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        traced, left = ("/engine/", "/prefix/", "/scheduler.py"), self._chance.randrange(1, 2000)
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            # What comes after the work in `step` hands it over: no signal is looked for between those lines.
+            is_handing_over = frame.f_code is Engine.step.__code__ and not frame.f_locals.get("self")._is_busy
+            if event == "line" and not is_handing_over:
+                left -= 1
+                if not left:
+                    self.num_broken += 1
+                    raise BrokenOff
+            name = frame.f_code.co_filename
+            is_meant = left > 0 and name.startswith(self._folder) and any(part in name for part in traced)
+            return trace if is_meant else None
+
+        if not self.is_on:
+            return function(*arguments)
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            return function(*arguments)
+        finally:
+            sys.settrace(before)
+
+
+@pytest.mark.parametrize(("name", "draft"), [("llama", None), ("llama", "lookup"), ("gemma3", None), ("lfm2", None)])
+def test_what_breaks_off_before_any_line_changes_nothing(name: str, draft: str | None) -> None:
+    """Between any two lines of `add` and `step`: tokens, texts and events are as they would have been, none twice."""
+    breaking = Breaker(7)
+
+    def outcomes(engine: Engine) -> dict[tuple[str, int], Any]:
+        waiting, completions = list(requests), dict[tuple[str, int], Any]()
+        told = defaultdict[tuple[str, int], list[Token]](list)
+        for _ in range(2000):
+            if not waiting and engine.is_idle:
+                break
+            try:
+                if waiting and waiting[0].id not in engine._core.groups:
+                    breaking(engine.add, waiting[0])
+                waiting = waiting[1:]
+                events = breaking(engine.step)
+            except BrokenOff:
+                engine.check()
+                continue
+            for event in events:
+                if isinstance(event, Token):
+                    told[event.request_id, event.index].append(event)
+                    continue
+                done, place = event.completion, (event.request_id, event.index)
+                assert place not in completions
+                completions[place] = (done.token_ids, done.text, done.finish_reason, len(done.logprobs or ()))
+                if place in told:
+                    assert [token.token_id for token in told[place]] == list(done.token_ids)
+                    assert "".join(token.text for token in told[place]) == done.text
+        assert_empty(engine)
+        return completions
+
+    kinds: list[dict[str, Any]] = [
+        {"n": 2, "temperature": 1.0, "seed": 3, "logprobs": 1},
+        {"stop": ["7", "3a"], "repetition_penalty": 1.3},
+        {"n": 1, "best_of": 3, "temperature": 1.0, "seed": 4},
+        {"num_beams": 3, "n": 2, "logprobs": 0},
+    ]
+    requests = [
+        Request(str(number), prompt, SamplingParams(max_tokens=6, **kinds[number % 4]))
+        for number, prompt in enumerate(tree(2, 12, 16))
+    ]
+    breaking.is_on = False
+    with engine_of(name, 400, 16) as engine:
+        calm = outcomes(engine)
+    breaking.is_on = True
+    with engine_of(name, 30, 6, draft=draft) as engine:
+        assert outcomes(engine) == calm
+    assert breaking.num_broken > 10
 
 
 @pytest.mark.parametrize("draft", [None, "lookup"])

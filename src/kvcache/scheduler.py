@@ -219,7 +219,6 @@ class Scheduler:
 
     def fork(self, entry: Entry, number: int, *, is_party: bool = False) -> Entry:
         """A copy of a running sequence, running too; it takes one of its slots, and joins its party or founds one."""
-        entry.num_slots -= 1
         entry.copies_tail = True
         copy = Entry(
             number,
@@ -233,6 +232,7 @@ class Scheduler:
         )
         self.entries[number] = copy
         insort(self._running, (copy.rank, number))
+        entry.num_slots -= 1
         return copy
 
     def plan(self, free: Sequence[int]) -> Plan:
@@ -275,6 +275,12 @@ class Scheduler:
             insort(self._waiting, place)
         else:
             del self.entries[number]
+
+    def mend(self) -> None:
+        """After a change that broke off: who waits and who runs is what the entries say. O(entries)."""
+        places = sorted((entry.rank, number) for number, entry in self.entries.items())
+        self._waiting = [place for place in places if self.entries[place[1]].state is State.WAITING]
+        self._running = [place for place in places if self.entries[place[1]].state is not State.WAITING]
 
     def last_running(self) -> int:
         """Who is preempted next."""

@@ -101,7 +101,6 @@ class BeamSearch:
         """A token more for each beam, now that `rows` has the logits of all; how the beams go on. O(beams * words)."""
         width = self._params.num_beams
         logits = torch.stack([self.rows[place] for place in self.places]).float()
-        self.rows.clear()
         logprobs = logits.log_softmax(-1)
         sums = torch.tensor([beam.score for beam in self.beams], device=logits.device)
         scores = (self._adjusted(logprobs) + sums[:, None]).flatten()
@@ -112,16 +111,21 @@ class BeamSearch:
         ]
         going = torch.tensor([beam.score + _OUT * bool(beam.reason) for _, beam in candidates])
         chosen = going.topk(width)
-        self._finish([beam for _, beam in candidates[:width] if beam.reason])
-        parents = [candidates[index][0] for index in chosen.indices.tolist()]
-        self.beams = [
+        finished = self._finished([beam for _, beam in candidates[:width] if beam.reason])
+        beams = [
             Beam(beam.tokens, score, beam.choices)
             for score, (_, beam) in zip(
                 chosen.values.tolist(), (candidates[i] for i in chosen.indices.tolist()), strict=True
             )
         ]
-        self.is_done = self._is_done(len(self.beams[0].tokens), all(beam.reason for _, beam in candidates))
-        return self._placed(parents)
+        children = self._placed(beams, [candidates[index][0] for index in chosen.indices.tolist()])
+        can_improve = self._may_improve(beams[0], finished)
+        all_ended = all(beam.reason for _, beam in candidates)
+        is_done = all_ended or not can_improve or (self._params.early_stopping is True and len(finished) == width)
+        # All at once: a search that is broken off before can be gone on with.
+        self.rows, self.beams, self.finished = {}, beams, finished
+        self.places, self._can_improve, self.is_done = [child.place for child in children], can_improve, is_done
+        return children
 
     def best(self, count: int, reason: str) -> list[Beam]:
         """The best `count` outputs; those that have not finished end now, for `reason`."""
@@ -152,40 +156,37 @@ class BeamSearch:
         reason = "stop" if token in self._ends or self._has_stopped(tokens) else ""
         return parent, Beam(tokens, score, choices, reason or ("length" if len(tokens) >= self._most else ""))
 
-    def _finish(self, ended: Sequence[Beam]) -> None:
-        """Keep the best finished ones."""
+    def _finished(self, ended: Sequence[Beam]) -> list[Beam]:
+        """The best finished ones, with those that have ended now."""
         width = self._params.num_beams
         if not self._can_improve or (self._params.early_stopping is True and len(self.finished) == width):
-            return
+            return self.finished
         scored = [Beam(beam.tokens, self._score(beam), beam.choices, beam.reason) for beam in ended]
-        self.finished = sorted([*self.finished, *scored], key=lambda beam: beam.score, reverse=True)[:width]
+        return sorted([*self.finished, *scored], key=lambda beam: beam.score, reverse=True)[:width]
 
     def _score(self, beam: Beam) -> float:
         return _divided(beam.score, len(beam.tokens), self._params.length_penalty)
 
-    def _is_done(self, length: int, all_ended: bool) -> bool:
-        """Whether to stop: nothing can go on, enough have finished, or no better ones are to be expected."""
+    def _may_improve(self, best: Beam, finished: Sequence[Beam]) -> bool:
+        """Whether a finished output better than the worst of `finished` is to be expected; `best`: that goes on."""
         params = self._params
-        is_full = len(self.finished) == params.num_beams
-        if is_full:
-            if params.early_stopping == "never" and params.length_penalty > 0.0:
-                length = self._most
-            possible = _divided(self.beams[0].score, length, params.length_penalty)
-            self._can_improve = self._can_improve and possible > self.finished[-1].score
-        return all_ended or not self._can_improve or (is_full and params.early_stopping is True)
+        if len(finished) < params.num_beams:
+            return self._can_improve
+        is_never = params.early_stopping == "never" and params.length_penalty > 0.0
+        possible = _divided(best.score, self._most if is_never else len(best.tokens), params.length_penalty)
+        return self._can_improve and possible > finished[-1].score
 
-    def _placed(self, parents: Sequence[int]) -> list[Child]:
+    def _placed(self, beams: Sequence[Beam], parents: Sequence[int]) -> list[Child]:
         """Where the new beams live: the first child of each stays, the others go where nobody does."""
         wanted = set(parents)
         kept = {place for beam, place in enumerate(self.places) if beam in wanted}
         free = iter(place for place in range(self._params.num_beams) if place not in kept)
         children, settled = [], set[int]()
-        for beam, parent in zip(self.beams, parents, strict=True):
+        for beam, parent in zip(beams, parents, strict=True):
             source = self.places[parent]
             place = next(free) if parent in settled else source
             settled.add(parent)
             children.append(Child(place, source, beam.tokens[-1]))
-        self.places = [child.place for child in children]
         return children
 
 

@@ -4,8 +4,9 @@
 
 step     admit, draft, plan, run, commit; mend where that broke off
 extend   accept a token, and drafts as long as they are what is chosen
-accept   its text; was it the last; does the context have to be shifted
+accept   its text; was it the last; does the context have to be shifted: all decided, then written down
 finish   events; leave: publish what can be of use, give everything back
+mend     carry out what was decided, take back what was not
 beams    places for the beams of a search: advance, copy; fold to what they have in common, unfold
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from itertools import count
 from typing import Any, final
@@ -24,14 +26,15 @@ from kvcache.engine.beams import BeamSearch
 from kvcache.engine.drafts import Drafter
 from kvcache.engine.metrics import Counts
 from kvcache.engine.prefixes import Prefixes
-from kvcache.engine.sample import Group, Sample
+from kvcache.engine.sample import Accepted, Ending, Group, Sample
 from kvcache.engine.sampler import Choice, Chooser, greedy
 from kvcache.engine.shift import num_discarded
-from kvcache.engine.text import StopFinder, StopTexts, TextStream, whole_text
+from kvcache.engine.text import StopFinder, StopTexts, TextStream, token_bytes, token_text, whole_text
 from kvcache.errors import CacheFull, CorruptState, NotSupported
 from kvcache.hf.runner import EncoderStates, Runner, Work
-from kvcache.request import Action, Event, Finished, Request, State, Token
+from kvcache.request import Action, Event, Finished, Logprob, Request, State, Token, TokenLogprobs, advance
 from kvcache.scheduler import Entry, Plan, Scheduler, Slice
+from kvcache.spec import Match
 
 __all__ = ["Core"]
 
@@ -79,16 +82,23 @@ class Core:
     def begin(self, request: Request, tokens: list[int]) -> None:
         """Queue a request that has been looked at and fits."""
         group = Group(request, time.perf_counter())
-        sample = self._sample(group, 0, tokens, len(tokens))
-        if self.prefixes is not None:
-            self.prefixes.begin(sample)
-        self.groups[request.id] = group
-        if request.params.num_beams > 1:
-            group.search = self._search_of(sample)
-        number = sample.number
-        entry = Entry(number, request.priority, number, len(tokens), num_slots=request.params.num_sequences)
-        self.scheduler.add(entry)
         self.may_admit = True
+        try:
+            sample = self._sample(group, 0, tokens, len(tokens))
+            if self.prefixes is not None:
+                self.prefixes.begin(sample)
+            if request.params.num_beams > 1:
+                group.search = self._search_of(sample)
+            number = sample.number
+            entry = Entry(number, request.priority, number, len(tokens), num_slots=request.params.num_sequences)
+            self.scheduler.add(entry)
+            self.groups[request.id] = group
+        except BaseException:
+            for sample in list(group.samples.values()):
+                self._forget(sample)
+            self.groups.pop(request.id, None)
+            self.scheduler.mend()
+            raise
         self.counts.num_requests += 1
         self.counts.num_prompt_tokens += len(tokens)
 
@@ -110,7 +120,7 @@ class Core:
             if self.prefixes is not None:
                 self.prefixes.sync()
         except BaseException:
-            self._mend()
+            self._mend(events)
             raise
         self.counts.num_steps += 1
         self.counts.step_seconds += time.perf_counter() - began
@@ -118,9 +128,13 @@ class Core:
     def abort(self, group: Group) -> None:
         """End all outputs of a request now."""
         now = time.perf_counter()
-        for sample in list(group.samples.values()):
-            if sample.number in self.samples:  # beams end together
-                self.finish(sample, "abort", Action.ABORT, now, self.undelivered)
+        try:
+            for sample in list(group.samples.values()):
+                if sample.number in self.samples:  # beams end together
+                    self.finish(sample, "abort", Action.ABORT, now, self.undelivered)
+        except BaseException:
+            self._mend(self.undelivered)
+            raise
 
     def probe(self, request: Request, tokens: list[int]) -> Sample:
         """A prompt to ask the index about; nobody schedules it."""
@@ -190,11 +204,9 @@ class Core:
             if not self.scheduler.can_admit(entry, hit.match.num_tokens, self._free()):
                 self.cache.remove(sample.number, 0)
                 return
+            self._count_match(sample, hit.match)
             self.scheduler.admit(entry, hit.match.num_tokens)
             prefixes.promise(sample, entry, hit)
-            if sample.match is None:  # else it was preempted: what it finds again is its own
-                sample.match = hit.match
-                self.counts.admitted(hit.match)
 
     def _draft(self) -> None:
         """Guess what those who decode will say next."""
@@ -270,20 +282,45 @@ class Core:
                     self._extend(own, logits[row:], likeliest[row:], events)
             row += 1 + part.num_drafts
 
-    def _mend(self) -> None:
+    def _mend(self, events: list[Event]) -> None:
         """After a step that broke off: the last known token of each sequence is still to be computed.
 
-        All that is stored before it is right: only guesses, which nobody has looked at, come after.
+        All that is stored before it is right: only guesses, which nobody has looked at, come after. What was decided is
+        carried out, without publishing: whoever broke the step off may do so again.
         """
         self.may_admit = True
+        for sample in list(self.samples.values()):
+            if sample.accepted is not None:
+                self._write(sample, sample.accepted, events)
+            if sample.reason is not None and sample.ending is None:
+                sample.ending = self._ending(sample, sample.reason, time.perf_counter())
+            if sample.ending is not None:
+                for own in self._together(sample):
+                    self._forget(own)
+                self._conclude(sample, sample.ending, events)
+            elif sample.number not in self.scheduler.entries and sample.number in self.samples and sample.index:
+                self._forget(sample)  # it was about to be born
+        for group in self.groups.values():
+            if group.search is None and (entry := self.scheduler.entries.get(group.samples[min(group.samples)].number)):
+                if entry.num_slots > 1:
+                    entry.num_slots = 1 + group.request.params.num_samples - len(group.samples)
+            elif group.search is not None:
+                self._refold(group, group.search)
+        self.scheduler.mend()
+        if self.prefixes is not None:
+            running = [entry for entry in self.scheduler.entries.values() if entry.state is not State.WAITING]
+            self.prefixes.mend(running)
         for number, entry in list(self.scheduler.entries.items()):
-            sample = self.samples.get(number)
-            if sample is None:
-                continue  # a beam, which left with the first
+            sample = self.samples[number]
+            entry.num_tokens = len(sample.tokens)
             if entry.state is State.WAITING:
-                self.cache.remove(number, 0)  # it was about to be admitted
-            elif sample.group.search is not None or not self._is_rewound(entry):
+                self.cache.remove(number, 0)  # it was about to be admitted, or has just left
+                entry.num_computed, entry.num_drafts, entry.copies_tail = 0, 0, False
+            elif sample.is_uncertain or not self._is_rewound(entry):
                 self._restart(sample)
+            if sample.accepted is None and sample.group.search is None:
+                sample.chooser.resume(sample.num_generated)
+            sample.is_uncertain = False
 
     def _is_rewound(self, entry: Entry) -> bool:
         """Take what is stored back to the last known token; false where states cannot go back."""
@@ -296,12 +333,39 @@ class Core:
         return True
 
     def _restart(self, sample: Sample) -> None:
-        """Compute it again from the start, beams together; what is stored is uncertain, and nobody else may have it."""
-        for own in (sample,) if sample.group.search is None else sample.group.samples.values():
-            own.chain = None
+        """Compute it again from the start; what is stored is uncertain, and nobody else may have it."""
+        sample.chain = None
         self._preempt(sample.number)
         if self.prefixes is not None:
             self.prefixes.begin(sample)
+
+    def _refold(self, group: Group, search: BeamSearch) -> None:
+        """Beams that run, or were about to part or to leave, wait again as what they have in common."""
+        first = group.samples[0]
+        entry = self.scheduler.entries[first.number]
+        if entry.state is State.WAITING and len(group.samples) == 1 and first.tokens == search.common():
+            return
+        for sample in list(group.samples.values()):
+            if sample is not first:
+                self._forget(sample)
+        if self.prefixes is not None:
+            self.prefixes.promises.withdraw(entry)
+        if entry.state is not State.WAITING:
+            entry.state = advance(entry.state, Action.PREEMPT)
+        self._fold(first, search)
+        first.num_preemptions += 1
+        self.counts.num_preemptions += 1
+
+    def _forget(self, sample: Sample) -> None:
+        """A sequence is gone, as far as it ever was there. Nothing is published."""
+        entry = self.scheduler.entries.pop(sample.number, None)
+        if entry is not None and self.prefixes is not None:
+            self.prefixes.promises.withdraw(entry)
+        self.cache.remove(sample.number, 0)
+        if self.drafter is not None:
+            self.drafter.forget(sample.number)
+        self.samples.pop(sample.number, None)
+        sample.group.samples.pop(sample.index, None)
 
     # --- what happens to a request ------------------------------------------------------------------------------------
 
@@ -330,40 +394,57 @@ class Core:
     def _accept(self, sample: Sample, choice: Choice, events: list[Event]) -> bool:
         """A new token: its text, and whether it was the last. False when drafts after it are of no use."""
         entry, params, now = self.scheduler.entries[sample.number], sample.request.params, time.perf_counter()
-        sample.tokens.append(choice.token)
-        sample.generated.append(choice.token)
-        entry.num_tokens += 1
-        self.counts.num_generated_tokens += 1
-        if sample.first_token is None:
-            sample.first_token = now
+        stream, stops = copy(sample.stream), copy(sample.stops)
         ends = choice.token in params.stop_token_ids
         ends = ends or (not params.ignore_eos and choice.token in self.stop_tokens)
-        text, stopped = ("", False) if ends else sample.stops.feed(sample.stream.step(choice.token))
+        text, stopped = ("", False) if ends else stops.feed(stream.step(choice.token))
         reason = "stop" if ends or stopped else None
-        if reason is None and sample.num_generated >= params.max_tokens:
+        if reason is None and sample.num_generated + 1 >= params.max_tokens:
             reason = "length"
-        is_full = reason is None and self.limit is not None and len(sample.tokens) >= self.limit
-        if is_full and not self._shift(sample, entry):
+        is_full = reason is None and self.limit is not None and len(sample.tokens) + 1 >= self.limit
+        if is_full and not self._shift(sample, entry, len(sample.tokens) + 1):
             reason = "length"
         if reason is not None and not stopped:
-            text += sample.stops.flush()
-        sample.text.append(text)
-        logprobs = sample.note(choice, self._tokenizer)
-        if not sample.group.chooses_best:
-            events.append(Token(choice.token, text, sample.request.id, sample.index, logprobs))
+            text += stops.flush()
+        logprobs = self._described(sample, choice)
+        event = Token(choice.token, text, sample.request.id, sample.index, logprobs)
+        total = sample.sum_logprob + (choice.logprob or 0.0)
+        before = len(sample.tokens), sample.num_generated
+        sample.accepted = Accepted(choice.token, text, logprobs, total, event, reason, stream, stops, *before, now)
+        self._write(sample, sample.accepted, events)
         if reason is not None:
             self.finish(sample, reason, Action.FINISH, now, events)
         return reason is None and not is_full
 
+    def _write(self, sample: Sample, accepted: Accepted, events: list[Event]) -> None:
+        """Carry out what was accepted, or what is left of that."""
+        sample.tokens[accepted.num_tokens :] = [accepted.token]
+        sample.generated[accepted.num_generated :] = [accepted.token]
+        sample.text[accepted.num_generated :] = [accepted.text]
+        if accepted.logprobs is not None:
+            sample.logprobs[accepted.num_generated :] = [accepted.logprobs]
+        sample.sum_logprob = accepted.sum_logprob
+        if sample.first_token is None:
+            sample.first_token = accepted.now
+        if not sample.group.chooses_best and not (events and events[-1] is accepted.event):
+            events.append(accepted.event)
+        self.scheduler.entries[sample.number].num_tokens = len(sample.tokens)
+        sample.stream, sample.stops, sample.reason = accepted.stream, accepted.stops, accepted.reason
+        sample.accepted = None
+        self.counts.num_generated_tokens += 1
+
     def _end_or_shift(self, number: int, events: list[Event]) -> None:
         """A sequence has the pool to itself, and no room: what is pinned, or holes that a shift left, take it."""
         sample = self.samples[number]
-        if not self._shift(sample, self.scheduler.entries[number]):
+        if not self._shift(sample, self.scheduler.entries[number], len(sample.tokens)):
             self.finish(sample, "length", Action.FINISH, time.perf_counter(), events)
 
-    def _shift(self, sample: Sample, entry: Entry) -> bool:
-        """Make room in a full context by forgetting half of it; false where nobody asked, or it cannot be done."""
-        params, held = sample.request.params, len(sample.tokens)
+    def _shift(self, sample: Sample, entry: Entry, held: int) -> bool:
+        """Make room in a full context by forgetting half of it; false where nobody asked, or it cannot be done.
+
+        held: its tokens, perhaps with one that is about to come.
+        """
+        params = sample.request.params
         if not params.context_shift or self.limit is None:
             return False
         context = min(self.limit, held)
@@ -371,16 +452,19 @@ class Core:
         begin, end = keep, keep + num_discarded(context, keep, held)
         if end >= entry.num_computed:
             return False
+        sample.is_uncertain = True
         try:
             self.cache.remove(sample.number, begin, end)
         except NotSupported:
+            sample.is_uncertain = False
             return False
         except CacheFull:  # shared blocks cannot be copied now: the shorter context is computed again later
             self._discard(sample, entry, begin, end)
             self._preempt(sample.number)
-            return True
-        self._discard(sample, entry, begin, end)
-        entry.num_computed -= end - begin
+        else:
+            self._discard(sample, entry, begin, end)
+            entry.num_computed -= end - begin
+        sample.is_uncertain = False
         return True
 
     def _discard(self, sample: Sample, entry: Entry, begin: int, end: int) -> None:
@@ -397,26 +481,50 @@ class Core:
         entry.num_tokens -= end - begin
 
     def finish(self, sample: Sample, reason: str, action: Action, now: float, events: list[Event]) -> None:
-        """The sequence leaves; what it computed stays for others as long as there is room."""
+        """The sequence leaves, beams together; what it computed stays for others as long as there is room."""
+        if sample.group.search is not None:
+            sample = sample.group.samples[0]
+        if sample.ending is None:
+            sample.ending = self._ending(sample, reason, now)
+        for own in self._together(sample):
+            self._leave(own, action)
+        self._conclude(sample, sample.ending, events)
+
+    def _ending(self, sample: Sample, reason: str, now: float) -> Ending:
+        """What is told of an output, and of those that were still to begin. Changes nothing."""
         group = sample.group
         if group.search is not None:
-            self._finish_beams(group, group.search, reason, action, now, events)
-            return
-        unborn = self._unborn(group, self.scheduler.entries[sample.number])
-        self._leave(sample, action)
-        del self.samples[sample.number], group.samples[sample.index]
+            return self._ending_of_beams(sample, group.search, reason, now)
         ended = [sample.completion(reason, now)]
-        ended += [replace(ended[0], index=index) for index in unborn]
-        self.counts.num_finished[reason] += len(ended)
+        ended += [replace(ended[0], index=i) for i in self._unborn(group, self.scheduler.entries[sample.number])]
+        score = sample.sum_logprob / max(1, sample.num_generated)
+        finished = {c.index: (score, c) for c in ended}
+        told, is_last = ended, len(group.samples) == 1
+        if group.chooses_best:
+            ranked = sorted((group.finished | finished).values(), key=lambda scored: scored[0], reverse=True)
+            told = [replace(c, index=i) for i, (_, c) in enumerate(ranked[: group.request.params.n])] if is_last else []
+        return Ending(finished, [Finished(c, c.request_id, c.index, is_last=is_last and c is told[-1]) for c in told])
+
+    def _conclude(self, sample: Sample, ending: Ending, events: list[Event]) -> None:
+        """An output that has left is told of and forgotten."""
+        group = sample.group
+        if ending.events and not (events and events[-1] is ending.events[-1]):
+            events += ending.events
+        group.finished.update(ending.finished)
+        for own in self._together(sample):
+            group.samples.pop(own.index, None)
+            if own is not sample:
+                self.samples.pop(own.number, None)
         if not group.samples:
-            del self.groups[group.request.id]
-        if not group.chooses_best:
-            events += [Finished(c, c.request_id, c.index, is_last=not group.samples and c is ended[-1]) for c in ended]
-            return
-        group.finished += [(sample.sum_logprob / max(1, sample.num_generated), c) for c in ended]
-        if not group.samples:
-            best = group.best()
-            events += [Finished(c, c.request_id, c.index, is_last=c is best[-1]) for c in best]
+            self.groups.pop(group.request.id, None)
+        self.samples.pop(sample.number, None)  # not before the rest: `_mend` looks here
+        for _, completion in ending.finished.values():
+            self.counts.num_finished[completion.finish_reason] += 1
+
+    def _together(self, sample: Sample) -> list[Sample]:
+        """Those that leave with it, and itself, last."""
+        others = () if sample.group.search is None else sample.group.samples.values()
+        return [*(own for own in others if own is not sample), sample]
 
     def _preempt(self, number: int) -> None:
         """It leaves the pool with all its tokens known, and computes them again later."""
@@ -483,7 +591,7 @@ class Core:
         search.rows[place] = logits
         if len(search.rows) < len(group.samples):
             return
-        children = search.advance()
+        children = [] if search.is_done else search.advance()  # it is if the step that found out broke off
         now = time.perf_counter()
         first.first_token = first.first_token or now
         if search.is_done:
@@ -515,18 +623,23 @@ class Core:
 
     def _folded(self, group: Group, search: BeamSearch) -> Sample:
         """All beams leave; what they have in common waits, as one sequence, to be computed again."""
-        first, *others = group.samples.values()
+        first = group.samples[0]
+        *others, _ = self._together(first)
         for sample in others:
             self._leave(sample, Action.FINISH)
             del self.samples[sample.number], group.samples[sample.index]
         self._leave(first, Action.PREEMPT)
+        self._fold(first, search)
+        return first
+
+    def _fold(self, first: Sample, search: BeamSearch) -> None:
+        """The first beam stands for all."""
         search.rows.clear()
         entry = self.scheduler.entries[first.number]
         first.tokens = search.common()
         entry.num_tokens, entry.num_slots = len(first.tokens), search.num_places
         if self.prefixes is not None:
             self.prefixes.begin(first)
-        return first
 
     def _unfold(self, group: Group, search: BeamSearch) -> None:
         """The beams part again after what they have in common; each computes the rest of its own."""
@@ -540,28 +653,26 @@ class Core:
             sample.generated = list(search.beams[place].tokens)
             self._entry(group, place).num_tokens = len(sample.tokens)
 
-    def _finish_beams(
-        self, group: Group, search: BeamSearch, reason: str, action: Action, now: float, events: list[Event]
-    ) -> None:
-        """The request leaves with its best beams."""
-        first = group.samples[0]
-        for sample in list(group.samples.values()):
-            self._leave(sample, action)
-            del self.samples[sample.number], group.samples[sample.index]
-        del self.groups[group.request.id]
-        best = search.best(group.request.params.n, reason)
-        if action is Action.ABORT:  # also for those that have ended: there might have been better ones
-            best = [replace(beam, reason=reason) for beam in best]
-        for index, beam in enumerate(best):
-            first.generated = list(beam.tokens)
-            first.text = [whole_text(self._tokenizer, search.prompt, beam.tokens, group.request.params.stop)]
-            first.logprobs = []
-            for choice in beam.choices:
-                first.note(choice, self._tokenizer)
-            done = replace(first.completion(beam.reason, now), index=index, score=beam.score)
-            self.counts.num_generated_tokens += len(beam.tokens)
-            self.counts.num_finished[beam.reason] += 1
-            events.append(Finished(done, group.request.id, index, is_last=index == len(best) - 1))
+    def _ending_of_beams(self, first: Sample, search: BeamSearch, reason: str, now: float) -> Ending:
+        """The best beams of a request."""
+        params, completions = first.request.params, []
+        base = first.completion(reason, now)
+        for index, beam in enumerate(search.best(params.n, reason)):
+            logprobs = [self._described(first, choice) for choice in beam.choices]
+            done = replace(
+                base,
+                text=whole_text(self._tokenizer, search.prompt, beam.tokens, params.stop),
+                token_ids=beam.tokens,
+                # An abort also of those that have ended: there might have been better ones.
+                finish_reason=reason if reason == "abort" else beam.reason,
+                logprobs=None if params.logprobs is None else tuple(one for one in logprobs if one is not None),
+                index=index,
+                score=beam.score,
+            )
+            completions.append(done)
+        last = completions[-1]
+        events = [Finished(c, c.request_id, c.index, is_last=c is last) for c in completions]
+        return Ending({c.index: (0.0, c) for c in completions}, events)
 
     def _entry(self, group: Group, place: int) -> Entry:
         return self.scheduler.entries[group.samples[place].number]
@@ -593,5 +704,26 @@ class Core:
             StopTexts(params.stop),
         )
         sample.media = group.request.media
-        self.samples[sample.number] = group.samples[index] = sample
+        group.samples[index] = self.samples[sample.number] = sample
         return sample
+
+    def _described(self, sample: Sample, choice: Choice) -> TokenLogprobs | None:
+        """The log-probabilities that the request asked for."""
+        if choice.logprob is None or sample.request.params.logprobs is None:
+            return None
+        top = tuple(self._logprob(token, value) for token, value in choice.top)
+        return TokenLogprobs(self._logprob(choice.token, choice.logprob), top)
+
+    def _logprob(self, token: int, value: float) -> Logprob:
+        text = token_text(self._tokenizer, token)
+        return Logprob(token, text, value, token_bytes(self._tokenizer, token, text) or b"")
+
+    def _count_match(self, sample: Sample, match: Match) -> None:
+        if sample.match is not None:
+            return  # it was preempted: what it finds again is its own
+        sample.match = match
+        self.counts.num_cached_tokens += match.num_tokens
+        if match.num_tokens:
+            self.counts.num_hits += 1
+        else:
+            self.counts.num_misses[match.reason.partition(":")[0]] += 1

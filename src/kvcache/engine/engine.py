@@ -201,11 +201,7 @@ class Engine:
         self._check_open()
         core = self._core
         with self._working():
-            events, core.undelivered = core.undelivered, []
-            try:
-                core.step(events)
-            finally:
-                core.undelivered = events + core.undelivered  # if it raised, the next step tells what came before
+            core.step(core.undelivered)  # if it raises, the next step tells what came before
         if not core.groups and not self._is_proven:
             self._prove()
         events, core.undelivered = core.undelivered, []

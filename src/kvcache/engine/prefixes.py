@@ -9,7 +9,7 @@ Drafts are never published: only tokens that the request has accepted count as c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from typing import final
 
@@ -227,6 +227,19 @@ class Prefixes:
         for number, member in self._causal:
             if unknown := set(member.tables.pool.keys) - set(self.index.keys):
                 raise CorruptState(f"member {number} has {len(unknown)} published blocks that the index does not know")
+
+    def mend(self, running: Collection[Entry]) -> None:
+        """After a step that broke off: blocks of which members and index do not both know are known no more."""
+        self.promises.keep(running)
+        self.index.mend()
+        for _, member in self._causal:
+            pool = member.tables.pool
+            for key in set(pool.keys) - set(self.index.keys):
+                if (block := pool.find(key)) is not None:
+                    pool.unpublish(block)
+            pool.take_removed()
+        for _, states in self._states:
+            states.published.take_removed()
 
     def sync(self) -> None:
         """Tell the index what the members have evicted."""

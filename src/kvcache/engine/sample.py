@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 from kvcache.engine.beams import BeamSearch
-from kvcache.engine.sampler import Choice, Chooser
-from kvcache.engine.text import StopTexts, TextStream, token_bytes, token_text
+from kvcache.engine.sampler import Chooser
+from kvcache.engine.text import StopTexts, TextStream
 from kvcache.prefix import Chain
-from kvcache.request import Completion, Logprob, MediaInput, Request, TokenLogprobs
+from kvcache.request import Completion, Event, MediaInput, Request, Token, TokenLogprobs
 from kvcache.spec import Match
 
-__all__ = ["Group", "Sample"]
+__all__ = ["Accepted", "Ending", "Group", "Sample"]
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Group:
-    """A request and its outputs. `finished` holds back those of `best_of`, until it is known which are best.
+    """A request and its outputs. `finished`: those that are over, by index, each with what `best_of` ranks it by.
 
     search: of beams; its samples are then places for them, the first of which is there from beginning to end.
     """
@@ -28,17 +28,38 @@ class Group:
     added: float
     search: BeamSearch | None = None
     samples: dict[int, Sample] = field(default_factory=dict)
-    finished: list[tuple[float, Completion]] = field(default_factory=list)
+    finished: dict[int, tuple[float, Completion]] = field(default_factory=dict)
 
     @property
     def chooses_best(self) -> bool:
         """Whether more outputs are computed than are wanted."""
         return self.request.params.num_samples > self.request.params.n
 
-    def best(self) -> list[Completion]:
-        """The `n` likeliest of those that have finished, numbered anew; they all have."""
-        ranked = sorted(self.finished, key=lambda scored: scored[0], reverse=True)
-        return [replace(done, index=i) for i, (_, done) in enumerate(ranked[: self.request.params.n])]
+
+class Accepted(NamedTuple):
+    """A token that has been chosen, and all that follows from it: written to the sample twice, it is there once.
+
+    num_tokens, num_generated: of the sample, before it. reason: why it is the last.
+    """
+
+    token: int
+    text: str
+    logprobs: TokenLogprobs | None
+    sum_logprob: float
+    event: Token
+    reason: str | None
+    stream: TextStream
+    stops: StopTexts
+    num_tokens: int
+    num_generated: int
+    now: float
+
+
+class Ending(NamedTuple):
+    """What came of an output that is over, and of those that ended with it (see `Group.finished`), and who is told."""
+
+    finished: Mapping[int, tuple[float, Completion]]
+    events: Sequence[Event]
 
 
 @final
@@ -50,6 +71,8 @@ class Sample:
     drafts: guesses of the next ones.
     chain: None where nothing is to be published (any more); num_published: its blocks that have been.
     awaited: the block of another request that it waits for.
+    accepted, ending: what has been decided and may not be carried out yet. reason: why its last token is the last of
+    all. is_uncertain: a context shift has begun, and its tokens may not be what is stored.
     """
 
     number: int
@@ -72,6 +95,10 @@ class Sample:
     sum_logprob: float = 0.0
     first_token: float | None = None
     num_preemptions: int = 0
+    accepted: Accepted | None = None
+    reason: str | None = None
+    ending: Ending | None = None
+    is_uncertain: bool = False
 
     @property
     def request(self) -> Request:
@@ -80,18 +107,6 @@ class Sample:
     @property
     def num_generated(self) -> int:
         return len(self.generated)
-
-    def note(self, choice: Choice, tokenizer: Any) -> TokenLogprobs | None:
-        """Keep the log-probabilities of a chosen token, if it came with any; them, if the request asked for them."""
-        if choice.logprob is None:
-            return None
-        self.sum_logprob += choice.logprob
-        if self.request.params.logprobs is None:
-            return None
-        top = tuple(_logprob(token, value, tokenizer) for token, value in choice.top)
-        found = TokenLogprobs(_logprob(choice.token, choice.logprob, tokenizer), top)
-        self.logprobs.append(found)
-        return found
 
     def completion(self, reason: str, now: float) -> Completion:
         """What came of it. `now`: the engine's clock."""
@@ -110,8 +125,3 @@ class Sample:
             match=self.match,
             num_preemptions=self.num_preemptions,
         )
-
-
-def _logprob(token: int, value: float, tokenizer: Any) -> Logprob:
-    text = token_text(tokenizer, token)
-    return Logprob(token, text, value, token_bytes(tokenizer, token, text) or b"")

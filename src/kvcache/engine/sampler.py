@@ -95,6 +95,13 @@ class Chooser:
             token = _drawn(candidates(scores[0], self._params), self._generator)
         return self.described(token, row[0].log_softmax(-1)) if self.wants_logprobs else Choice(token)
 
+    def resume(self, num_drawn: int) -> None:
+        """Go on as after so many tokens, whatever has been drawn since. O(tokens)."""
+        if self._generator is not None:
+            self._generator.manual_seed(self._generator.initial_seed())
+            for _ in range(num_drawn):
+                torch.rand((), generator=self._generator, dtype=torch.float64)
+
     def adjusted(self, row: Tensor, tokens: Sequence[int], generated: Sequence[int]) -> Tensor:
         """Scores [1, vocabulary] after bias and penalties; `row` itself stays as it is."""
         presence, frequency = self._params.presence_penalty, self._params.frequency_penalty

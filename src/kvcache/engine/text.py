@@ -65,37 +65,39 @@ class TextStream:
         self._ids: list[int] = []
         self._shown = ""
         if self._decode is not None:
-            self._begin(list(prompt[-CONTEXT - LONGEST_CHARACTER :]))
+            self._ids, self._shown = self._begun(list(prompt[-CONTEXT - LONGEST_CHARACTER :]))
 
     def step(self, token: int) -> str:
-        """The text that `token` completes. O(1)."""
+        """The text that `token` completes. O(1). A tokenizer that raises changes nothing."""
         if self._decode is None:
             return ""
-        self._ids.append(token)
-        self._num_pending += 1
-        if not self._ends_inside(self._ids):
-            piece = self._piece(self._decode(self._ids), self._num_pending)
-            self._num_pending = 0
-            if len(self._ids) > WINDOW:
-                self._begin(self._ids[-CONTEXT - LONGEST_CHARACTER :])
+        ids, num_pending = [*self._ids, token], self._num_pending + 1
+        if not self._ends_inside(ids):
+            text = self._decode(ids)
+            piece = text[len(self._shown) :] if text.startswith(self._shown) else self._decode(ids[-num_pending:])
+            if len(ids) > WINDOW:
+                ids, text = self._begun(ids[-CONTEXT - LONGEST_CHARACTER :])
+            self._ids, self._shown, self._num_pending = ids, text, 0
             return piece
-        if self._num_pending <= 4 * LONGEST_CHARACTER:
+        if num_pending <= 4 * LONGEST_CHARACTER:
+            self._ids, self._num_pending = ids, num_pending
             return ""
-        pending = self._ids[-self._num_pending :]  # so many tokens are no character any more
+        pending = ids[-num_pending:]  # so many tokens are no character any more
+        piece = self._decode(pending[:-LONGEST_CHARACTER])
         self._ids, self._shown, self._num_pending = pending[-LONGEST_CHARACTER:], "", LONGEST_CHARACTER
-        return self._decode(pending[:-LONGEST_CHARACTER])
+        return piece
 
-    def _begin(self, ids: list[int]) -> None:
-        """What comes is decoded after `ids`, less those at the front that begin inside a character.
+    def _begun(self, ids: list[int]) -> tuple[list[int], str]:
+        """What follows is decoded after `ids`, less those at the front that begin inside a character; their text.
 
         The last ones may be the beginning of a character, which is then not shown yet.
         """
         assert self._decode is not None
         counts = range(min(CONTEXT, len(ids)), len(ids))
-        self._ids = next((ids[-n:] for n in counts if not self._begins_inside(ids[-n:])), ids)
-        ends = range(len(self._ids), max(len(self._ids) - LONGEST_CHARACTER, -1), -1)
-        end = next((n for n in ends if not self._ends_inside(self._ids[:n])), len(self._ids))
-        self._shown = self._decode(self._ids[:end])
+        ids = next((ids[-n:] for n in counts if not self._begins_inside(ids[-n:])), ids)
+        ends = range(len(ids), max(len(ids) - LONGEST_CHARACTER, -1), -1)
+        end = next((n for n in ends if not self._ends_inside(ids[:n])), len(ids))
+        return ids, self._decode(ids[:end])
 
     def _begins_inside(self, ids: Sequence[int]) -> bool:
         """Whether the first byte of `ids` goes on with a character."""
@@ -117,16 +119,6 @@ class TextStream:
         reader = codecs.getincrementaldecoder("utf-8")("replace")
         reader.decode(last[-LONGEST_CHARACTER:])
         return bool(reader.getstate()[0])
-
-    def _piece(self, text: str, num_pending: int) -> str:
-        """What the last `num_pending` tokens add to what is shown."""
-        assert self._decode is not None
-        if text.startswith(self._shown):
-            piece = text[len(self._shown) :]
-        else:
-            piece = self._decode(self._ids[len(self._ids) - num_pending :])
-        self._shown = text
-        return piece
 
 
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str] | None:

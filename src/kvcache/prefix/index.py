@@ -149,6 +149,24 @@ class PrefixIndex:
         reason = _reason(point, num_tokens, limit, blamed)
         return Hit(Match(point, reason), keys[: -(-point // chain.block_size)], num_tokens)
 
+    def mend(self) -> None:
+        """After a change that broke off: know what is known in full and held, and nothing else. O(blocks)."""
+        gone = [
+            (number, node.key)
+            for node in self._nodes.values()
+            for number in node.holders
+            if not self._members[number].holds(node.key)
+        ]
+        for number, key in gone:
+            self._nodes[key].holders.discard(number)
+        self._nodes = {key: node for key, node in self._nodes.items() if node.holders}
+        self._tails = {}
+        for key, node in self._nodes.items():
+            self._tails.setdefault((node.parent, node.tokens[0]), {})[key] = node
+        for number, key in gone:
+            for listener in self.listeners:
+                listener(Removed(key, number))
+
     def check(self) -> None:
         """Raise `CorruptState` unless the tree is what the members hold. O(blocks)."""
         for node in self._nodes.values():
@@ -240,8 +258,8 @@ class Promises(Generic[Owner]):
     def make(self, owner: Owner, keys: Iterable[bytes]) -> None:
         """`owner` is going to compute these, unless somebody else is."""
         new = [key for key in keys if key not in self._owners]
+        self._keys.setdefault(owner, []).extend(new)  # first: what is promised can be withdrawn
         self._owners.update(dict.fromkeys(new, owner))
-        self._keys.setdefault(owner, []).extend(new)
 
     def owner(self, key: bytes) -> Owner | None:
         """Who is going to compute this block."""
@@ -253,6 +271,12 @@ class Promises(Generic[Owner]):
 
     def withdraw(self, owner: Owner) -> None:
         """`owner` will compute nothing more."""
-        for key in self._keys.pop(owner, ()):
+        for key in self._keys.get(owner, ()):
             if self._owners.get(key) is owner:
                 del self._owners[key]
+        self._keys.pop(owner, None)
+
+    def keep(self, owners: Collection[Owner]) -> None:
+        """Withdraw what others than these have promised."""
+        for owner in self._keys.keys() - set(owners):
+            self.withdraw(owner)
