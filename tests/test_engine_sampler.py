@@ -125,3 +125,17 @@ def test_greedy_is_the_first_of_the_largest(dtype: torch.dtype) -> None:
     assert greedy(rows) == expected
     assert greedy(rows[:, ::2]) == rows[:, ::2].float().numpy().argmax(-1).tolist()
     assert [greedy(row[None]) for row in rows] == [[token] for token in expected]
+
+
+@pytest.mark.parametrize("vocabulary", [3, 50, 20 * SPAN])
+def test_the_first_among_equals_leads_what_is_told(vocabulary: int) -> None:
+    """Logits of bf16 are often equal: the likeliest token is the one that was taken."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        row = torch.randn(vocabulary, generator=generator).to(torch.bfloat16)
+        row[torch.randint(vocabulary, (5,), generator=generator)] = row.max()
+        for count in (1, 3, 10**6) if vocabulary < 100 else (1, 3):
+            choice = Chooser(SamplingParams(logprobs=count), 0, torch.device("cpu")).pick(row, [], [])
+            expected = row.float().log_softmax(-1).sort(descending=True, stable=True)
+            assert choice.top[0][0] == choice.token
+            assert choice.top == list(zip(expected.indices.tolist(), expected.values.tolist(), strict=True))[:count]

@@ -120,9 +120,16 @@ class Chooser:
         return scores
 
     def described(self, token: int, logprobs: Tensor) -> Choice:
-        """A chosen token with the log-probabilities that were asked for; `logprobs` [vocabulary] are the model's."""
-        top = logprobs.topk(min(self._params.logprobs or 0, len(logprobs)))
-        return Choice(token, float(logprobs[token]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
+        """A chosen token with the log-probabilities that were asked for; `logprobs` [vocabulary] are the model's.
+
+        The first among equals comes first, as where the likeliest is taken: `topk` promises no order.
+        """
+        top: list[tuple[int, float]] = []
+        if count := min(self._params.logprobs or 0, len(logprobs)):
+            places = _where(logprobs >= logprobs.topk(count).values[-1])
+            values, order = logprobs[places].sort(descending=True, stable=True)
+            top = list(zip(places[order[:count]].tolist(), values[:count].tolist(), strict=True))
+        return Choice(token, float(logprobs[token]), top)
 
 
 def candidates(scores: Tensor, params: SamplingParams) -> Candidates:
