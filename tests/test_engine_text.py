@@ -143,7 +143,23 @@ def test_a_stop_is_found_in_the_last_tokens_as_in_the_whole_text() -> None:
         begin = chance.randrange(len(text) - 3)
         stop = text[begin : begin + chance.randrange(1, 4)]
         ids = tokenizer(text)["input_ids"]
-        finder = StopFinder(tokenizer, [stop])
+        finder = StopFinder(tokenizer, [], [stop])
         end = next(i for i in range(1, len(ids) + 1) if finder.is_in(ids[:i]))
         assert whole_text(tokenizer, [], ids[:end], [stop]) == text[: text.index(stop)]
         assert stop not in tokenizer.decode(ids[: end - 1])
+
+
+def test_a_stop_at_the_beginning_is_found_as_it_is_shown() -> None:
+    """As Llama's tokenizer: the first space of a text is left out, and an output is not the beginning of one."""
+    from tokenizers import decoders
+
+    tokenizer = fallback_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    prompt, output = tokenizer("a")["input_ids"], tokenizer(" the")["input_ids"]
+    assert StopFinder(tokenizer, prompt, [" the"]).is_in(output)
+    assert not StopFinder(tokenizer, prompt, ["a the"]).is_in(output)
+    assert whole_text(tokenizer, prompt, output, [" the"]) == ""
+    begun, rest = tokenizer("猫".join("a🐈"))["input_ids"][:-2], tokenizer("🐈")["input_ids"][-2:]
+    assert StopFinder(tokenizer, begun, ["🐈"]).is_in(rest)

@@ -573,7 +573,7 @@ class Core:
         room = self.limit_of(params.num_beams, sample.num_prompt)
         most = params.max_tokens if room is None else min(params.max_tokens, room - sample.num_prompt)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_tokens)
-        finder = StopFinder(self._tokenizer, params.stop)
+        finder = StopFinder(self._tokenizer, sample.tokens, params.stop)
         return BeamSearch(params, sample.chooser, sample.tokens, most=most, ends=ends, has_stopped=finder.is_in)
 
     def limit_of(self, num_sequences: int, num_prompt: int) -> int | None:

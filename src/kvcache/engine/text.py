@@ -166,8 +166,9 @@ class StopTexts:
 class StopFinder:
     """Whether a stop text is in an output whose shorter beginnings had none: its last tokens tell."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._decode = _decoder(tokenizer)
+        self._prompt = list(prompt[-CONTEXT:])
         self._stops = tuple(stops)
         longest = max((len(stop.encode()) for stop in stops), default=0)
         self._count = CONTEXT + longest  # a token is a byte at least
@@ -176,7 +177,10 @@ class StopFinder:
         """Whether one has come by now."""
         if not self._stops or self._decode is None:
             return False
-        text = self._decode(tokens[-self._count :])
+        # After what comes before: many decoders leave out a space at the very beginning; it may end inside a character.
+        last, lead = tokens[-self._count :], [*self._prompt, *tokens[-self._count - CONTEXT : -self._count]][-CONTEXT:]
+        text, before = self._decode([*lead, *last]), self._decode(lead).rstrip(HALF)
+        text = text[len(before) :] if text.startswith(before) else self._decode(last)
         return any(stop in text for stop in self._stops)
 
 
