@@ -25,7 +25,10 @@ from engines import (
 )
 from families import FAMILIES, VOCABULARY
 from kvcache import Completion, CorruptState, Engine, Finished, Request, SamplingParams, Token
+from kvcache.engine.prefixes import Prefixes
+from kvcache.engine.sample import Sample
 from kvcache.engine.text import TextStream
+from kvcache.prefix import Hit
 from kvcache.request import Event, MediaInput, RequestRefused
 
 # --- the same tokens as alone -----------------------------------------------------------------------------------------
@@ -71,6 +74,25 @@ def test_requests_that_arrive_together_compute_a_common_prefix_once() -> None:
             assert engine.counts.num_computed_tokens == 50 + 3 * 2 + 4 * 2
             for number in range(4):
                 check_greedy(name, [*prompt, 60 + number, 7], done[str(number)].token_ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_who_waits_for_a_prefix_is_not_looked_at_in_each_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many may wait, and the prefix may take many steps: they are matched when they come and when it is there."""
+    base, num_matches = list(range(5, 66)), Counter[int]()
+    match = Prefixes.match
+
+    def counted(self: Prefixes, sample: Sample) -> Hit:
+        num_matches[sample.number] += 1
+        return match(self, sample)
+
+    monkeypatch.setattr(Prefixes, "match", counted)
+    with engine_for(name, max_batch_tokens=4) as engine:
+        for number in range(6):
+            engine.add(Request(str(number), [*base, 70 + number, 3], SamplingParams(max_tokens=2)))
+        done = drained(engine)
+        assert [done[str(number)].cached_tokens for number in range(6)] == [0, *[60] * 5]
+    assert max(num_matches.values()) <= 3
 
 
 def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_aborted() -> None:

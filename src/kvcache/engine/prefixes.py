@@ -61,7 +61,7 @@ class Prefixes:
         return sample.awaited is not None and self.promises.owner(sample.awaited) is not None
 
     def awaits(self, sample: Sample, hit: Hit) -> Entry | None:
-        """Who is computing a block after those that are known; `sample` had better wait for it.
+        """Who is computing a block after those that are known; `sample` had better wait for the last one of theirs.
 
         Not always the next one: windows and states are known only where somebody can resume.
         """
@@ -75,9 +75,10 @@ class Prefixes:
                 break
         else:
             return None
-        sample.awaited = key
-        if self._states:
-            owner.stops = (*owner.stops, self._common_end(sample, owner, index))
+        end = self._common_end(sample, owner, index)
+        sample.awaited = sample.chain.key(sample.tokens, max(index, end // self._block_size - 1))
+        if self._states and end not in owner.stops:
+            owner.stops = (*owner.stops, end)
         return owner
 
     def _common_end(self, sample: Sample, owner: Entry, index: int) -> int:
