@@ -20,6 +20,7 @@ from kvcache import Completion, Engine, Finished, Request, SamplingParams
 from kvcache.engine.beams import BeamSearch
 from kvcache.engine.core import Core
 from kvcache.engine.drafts import DraftModel
+from kvcache.engine.places import Places
 from kvcache.engine.prefixes import Prefixes
 from kvcache.engine.sampler import greedy
 from kvcache.hf.runner import Runner
@@ -184,7 +185,8 @@ def test_steps_that_break_off_anywhere_change_nothing(name: str, seed: int, monk
 
     monkeypatch.setattr("kvcache.engine.core.greedy", breaking(greedy))
     for owner, names in (
-        (Core, ("_accept", "_extend", "_copy", "_forked", "_advance")),
+        (Core, ("_accept", "_extend", "_forked", "_advance")),
+        (Places, ("_copy", "advance")),
         (Scheduler, ("admit", "computed", "fork")),
         (DraftModel, ("_forward",)),
         (BeamSearch, ("advance",)),

@@ -4,7 +4,7 @@ engine.py       the public face
 core.py         the life of a request: admit, draft, plan, run, commit, leave
 prefixes.py     content keys for the members of the cache: adopt, publish, release
 drafts.py       guesses of the next tokens, by lookup or by a smaller model
-sampler.py      logits to tokens; beams.py: the likeliest outputs side by side
+sampler.py      logits to tokens; beams.py: the likeliest outputs side by side; places.py: their sequences
 text.py         tokens to text, as it comes
 shift.py        how much of a full context is forgotten
 sample.py       one output under way: its tokens, its text, its log-probabilities, its clock; the best of several

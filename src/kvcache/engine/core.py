@@ -7,7 +7,7 @@ extend   accept a token, and drafts as long as they are what is chosen
 accept   its text; was it the last; does the context have to be shifted: all decided, then written down
 finish   events; leave: publish what can be of use, give everything back
 mend     carry out what was decided, take back what was not
-beams    places for the beams of a search: advance, copy; fold to what they have in common, unfold
+beams    see `places.py`; they leave the pool folded to what they have in common
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvcache.caches import Cache, CausalCache
 from kvcache.engine.beams import BeamSearch
 from kvcache.engine.drafts import Drafter
 from kvcache.engine.metrics import Counts
+from kvcache.engine.places import Places
 from kvcache.engine.prefixes import Prefixes
 from kvcache.engine.sample import Accepted, Ending, Group, Sample
 from kvcache.engine.sampler import Choice, Chooser, greedy
 from kvcache.engine.shift import num_discarded
-from kvcache.engine.text import StopFinder, StopTexts, TextStream, token_bytes, token_text, whole_text
+from kvcache.engine.text import StopFinder, StopTexts, TextStream
 from kvcache.errors import CacheFull, CorruptState, NotSupported
 from kvcache.hf.runner import EncoderStates, Runner, Work
-from kvcache.request import Action, Event, Finished, Logprob, Request, State, Token, TokenLogprobs, advance
+from kvcache.request import Action, Event, Request, State, Token, advance
 from kvcache.scheduler import Entry, Plan, Scheduler, Slice
-from kvcache.spec import Match
 
 __all__ = ["Core"]
 
@@ -78,6 +78,7 @@ class Core:
         self._tokenizer = tokenizer
         self._device = device
         self._numbers = count()
+        self._places = Places(self.cache, scheduler, prefixes, self._sample)
 
     def begin(self, request: Request, tokens: list[int]) -> None:
         """Queue a request that has been looked at and fits."""
@@ -204,7 +205,9 @@ class Core:
             if not self.scheduler.can_admit(entry, hit.match.num_tokens, self._free()):
                 self.cache.remove(sample.number, 0)
                 return
-            self._count_match(sample, hit.match)
+            if sample.match is None:  # else it was preempted: what it finds again is its own
+                sample.match = hit.match
+                self.counts.admitted(hit.match)
             self.scheduler.admit(entry, hit.match.num_tokens)
             prefixes.promise(sample, entry, hit)
 
@@ -276,7 +279,7 @@ class Core:
             if is_prefill:
                 self.scheduler.computed(entry)
             if sample.group.search is not None:
-                self._advance(sample.group, sample.index, logits[row], events)
+                self._advance(sample, sample.group.search, logits[row], events)
             else:
                 for own in (sample, *self._forked(sample, entry)):
                     self._extend(own, logits[row:], likeliest[row:], events)
@@ -352,7 +355,7 @@ class Core:
             self.prefixes.promises.withdraw(entry)
         if entry.state is not State.WAITING:
             entry.state = advance(entry.state, Action.PREEMPT)
-        self._fold(first, search)
+        self._places.fold(first, search)
         first.num_preemptions += 1
         self.counts.num_preemptions += 1
 
@@ -406,7 +409,7 @@ class Core:
             reason = "length"
         if reason is not None and not stopped:
             text += stops.flush()
-        logprobs = self._described(sample, choice)
+        logprobs = sample.described(choice, self._tokenizer)
         event = Token(choice.token, text, sample.request.id, sample.index, logprobs)
         total = sample.sum_logprob + (choice.logprob or 0.0)
         before = len(sample.tokens), sample.num_generated
@@ -491,19 +494,8 @@ class Core:
         self._conclude(sample, sample.ending, events)
 
     def _ending(self, sample: Sample, reason: str, now: float) -> Ending:
-        """What is told of an output, and of those that were still to begin. Changes nothing."""
-        group = sample.group
-        if group.search is not None:
-            return self._ending_of_beams(sample, group.search, reason, now)
-        ended = [sample.completion(reason, now)]
-        ended += [replace(ended[0], index=i) for i in self._unborn(group, self.scheduler.entries[sample.number])]
-        score = sample.sum_logprob / max(1, sample.num_generated)
-        finished = {c.index: (score, c) for c in ended}
-        told, is_last = ended, len(group.samples) == 1
-        if group.chooses_best:
-            ranked = sorted((group.finished | finished).values(), key=lambda scored: scored[0], reverse=True)
-            told = [replace(c, index=i) for i, (_, c) in enumerate(ranked[: group.request.params.n])] if is_last else []
-        return Ending(finished, [Finished(c, c.request_id, c.index, is_last=is_last and c is told[-1]) for c in told])
+        unborn = self._unborn(sample.group, self.scheduler.entries[sample.number])
+        return sample.ends(reason, now, unborn, self._tokenizer)
 
     def _conclude(self, sample: Sample, ending: Ending, events: list[Event]) -> None:
         """An output that has left is told of and forgotten."""
@@ -581,45 +573,11 @@ class Core:
         bounds = (self.limit, self.scheduler.capacity(num_sequences, num_prompt))
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    def _advance(self, group: Group, place: int, logits: Tensor, events: list[Event]) -> None:
+    def _advance(self, sample: Sample, search: BeamSearch, logits: Tensor, events: list[Event]) -> None:
         """A place of a search is computed; when all are, every beam goes on by a token."""
-        search, first = group.search, group.samples[0]
-        assert search is not None
-        if len(group.samples) < len(search.beams):  # what the beams have in common is computed again
-            self._unfold(group, search)
-            return
-        search.rows[place] = logits
-        if len(search.rows) < len(group.samples):
-            return
-        children = [] if search.is_done else search.advance()  # it is if the step that found out broke off
-        now = time.perf_counter()
-        first.first_token = first.first_token or now
-        if search.is_done:
-            self.finish(first, "length", Action.FINISH, now, events)
-            return
-        for child in children:
-            if child.place != child.parent:
-                self._copy(group.samples[child.parent], child.place, self._entry(group, child.parent).num_computed)
-        for number, child in enumerate(children):
-            sample, entry = group.samples[child.place], self._entry(group, child.place)
-            sample.tokens.append(child.token)
-            sample.generated = list(search.beams[number].tokens)
-            entry.num_tokens += 1
-
-    def _copy(self, source: Sample, place: int, length: int) -> None:
-        """Place `place` becomes the first `length` tokens of `source`, by reference."""
-        entry, own = self.scheduler.entries[source.number], source.group.samples.get(place)
-        if own is None:
-            own = self._sample(source.group, place, [], source.num_prompt)
-            copy = self.scheduler.fork(entry, own.number, is_party=True)
-        else:
-            copy = self.scheduler.entries[own.number]
-        self.cache.copy_prefix(source.number, own.number, length)
-        own.tokens = source.tokens[:length]
-        own.chain = source.chain.copy() if source.chain is not None else None
-        own.num_published = source.num_published
-        copy.num_tokens = copy.num_computed = length
-        entry.copies_tail = copy.copies_tail = True
+        group, now = sample.group, time.perf_counter()
+        if self._places.advance(group, search, sample.index, logits, now) and search.is_done:
+            self.finish(group.samples[0], "length", Action.FINISH, now, events)
 
     def _folded(self, group: Group, search: BeamSearch) -> Sample:
         """All beams leave; what they have in common waits, as one sequence, to be computed again."""
@@ -629,53 +587,8 @@ class Core:
             self._leave(sample, Action.FINISH)
             del self.samples[sample.number], group.samples[sample.index]
         self._leave(first, Action.PREEMPT)
-        self._fold(first, search)
+        self._places.fold(first, search)
         return first
-
-    def _fold(self, first: Sample, search: BeamSearch) -> None:
-        """The first beam stands for all."""
-        search.rows.clear()
-        entry = self.scheduler.entries[first.number]
-        first.tokens = search.common()
-        entry.num_tokens, entry.num_slots = len(first.tokens), search.num_places
-        if self.prefixes is not None:
-            self.prefixes.begin(first)
-
-    def _unfold(self, group: Group, search: BeamSearch) -> None:
-        """The beams part again after what they have in common; each computes the rest of its own."""
-        first, length = group.samples[0], len(group.samples[0].tokens)
-        search.places = list(range(len(search.beams)))
-        for place in search.places[1:]:
-            self._copy(first, place, length)
-        for place in search.places:
-            sample = group.samples[place]
-            sample.tokens = search.tokens(place)
-            sample.generated = list(search.beams[place].tokens)
-            self._entry(group, place).num_tokens = len(sample.tokens)
-
-    def _ending_of_beams(self, first: Sample, search: BeamSearch, reason: str, now: float) -> Ending:
-        """The best beams of a request."""
-        params, completions = first.request.params, []
-        base = first.completion(reason, now)
-        for index, beam in enumerate(search.best(params.n, reason)):
-            logprobs = [self._described(first, choice) for choice in beam.choices]
-            done = replace(
-                base,
-                text=whole_text(self._tokenizer, search.prompt, beam.tokens, params.stop),
-                token_ids=beam.tokens,
-                # An abort also of those that have ended: there might have been better ones.
-                finish_reason=reason if reason == "abort" else beam.reason,
-                logprobs=None if params.logprobs is None else tuple(one for one in logprobs if one is not None),
-                index=index,
-                score=beam.score,
-            )
-            completions.append(done)
-        last = completions[-1]
-        events = [Finished(c, c.request_id, c.index, is_last=c is last) for c in completions]
-        return Ending({c.index: (0.0, c) for c in completions}, events)
-
-    def _entry(self, group: Group, place: int) -> Entry:
-        return self.scheduler.entries[group.samples[place].number]
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
@@ -706,24 +619,3 @@ class Core:
         sample.media = group.request.media
         group.samples[index] = self.samples[sample.number] = sample
         return sample
-
-    def _described(self, sample: Sample, choice: Choice) -> TokenLogprobs | None:
-        """The log-probabilities that the request asked for."""
-        if choice.logprob is None or sample.request.params.logprobs is None:
-            return None
-        top = tuple(self._logprob(token, value) for token, value in choice.top)
-        return TokenLogprobs(self._logprob(choice.token, choice.logprob), top)
-
-    def _logprob(self, token: int, value: float) -> Logprob:
-        text = token_text(self._tokenizer, token)
-        return Logprob(token, text, value, token_bytes(self._tokenizer, token, text) or b"")
-
-    def _count_match(self, sample: Sample, match: Match) -> None:
-        if sample.match is not None:
-            return  # it was preempted: what it finds again is its own
-        sample.match = match
-        self.counts.num_cached_tokens += match.num_tokens
-        if match.num_tokens:
-            self.counts.num_hits += 1
-        else:
-            self.counts.num_misses[match.reason.partition(":")[0]] += 1

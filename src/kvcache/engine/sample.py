@@ -1,16 +1,16 @@
-"""One output under way, and the request that it belongs to."""
+"""One output under way, the request that it belongs to, and what is told of both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, final
 
 from kvcache.engine.beams import BeamSearch
-from kvcache.engine.sampler import Chooser
-from kvcache.engine.text import StopTexts, TextStream
+from kvcache.engine.sampler import Choice, Chooser
+from kvcache.engine.text import StopTexts, TextStream, token_bytes, token_text, whole_text
 from kvcache.prefix import Chain
-from kvcache.request import Completion, Event, MediaInput, Request, Token, TokenLogprobs
+from kvcache.request import Completion, Event, Finished, Logprob, MediaInput, Request, Token, TokenLogprobs
 from kvcache.spec import Match
 
 __all__ = ["Accepted", "Ending", "Group", "Sample"]
@@ -34,6 +34,11 @@ class Group:
     def chooses_best(self) -> bool:
         """Whether more outputs are computed than are wanted."""
         return self.request.params.num_samples > self.request.params.n
+
+    def best(self, ended: Mapping[int, tuple[float, Completion]]) -> list[Completion]:
+        """The `n` likeliest of all, numbered anew, now that the last have ended."""
+        ranked = sorted((self.finished | dict(ended)).values(), key=lambda scored: scored[0], reverse=True)
+        return [replace(done, index=i) for i, (_, done) in enumerate(ranked[: self.request.params.n])]
 
 
 class Accepted(NamedTuple):
@@ -125,3 +130,49 @@ class Sample:
             match=self.match,
             num_preemptions=self.num_preemptions,
         )
+
+    def described(self, choice: Choice, tokenizer: Any) -> TokenLogprobs | None:
+        """The log-probabilities that the request asked for."""
+        if choice.logprob is None or self.request.params.logprobs is None:
+            return None
+        top = tuple(_logprob(token, value, tokenizer) for token, value in choice.top)
+        return TokenLogprobs(_logprob(choice.token, choice.logprob, tokenizer), top)
+
+    def ends(self, reason: str, now: float, unborn: Iterable[int], tokenizer: Any) -> Ending:
+        """What is told of it, and of those outputs that were still to begin. Changes nothing."""
+        group = self.group
+        if group.search is not None:
+            return self._beams_end(group.search, reason, now, tokenizer)
+        done = self.completion(reason, now)
+        ended = [done, *(replace(done, index=index) for index in unborn)]
+        score = self.sum_logprob / max(1, self.num_generated)
+        finished = {c.index: (score, c) for c in ended}
+        told, is_last = ended, len(group.samples) == 1
+        if group.chooses_best:
+            told = group.best(finished) if is_last else []
+        return Ending(finished, [Finished(c, c.request_id, c.index, is_last=is_last and c is told[-1]) for c in told])
+
+    def _beams_end(self, search: BeamSearch, reason: str, now: float, tokenizer: Any) -> Ending:
+        params, completions = self.request.params, []
+        base = self.completion(reason, now)
+        for index, beam in enumerate(search.best(params.n, reason)):
+            logprobs = [self.described(choice, tokenizer) for choice in beam.choices]
+            done = replace(
+                base,
+                text=whole_text(tokenizer, search.prompt, beam.tokens, params.stop),
+                token_ids=beam.tokens,
+                # An abort also of those that have ended: there might have been better ones.
+                finish_reason=reason if reason == "abort" else beam.reason,
+                logprobs=None if params.logprobs is None else tuple(one for one in logprobs if one is not None),
+                index=index,
+                score=beam.score,
+            )
+            completions.append(done)
+        last = completions[-1]
+        events = [Finished(c, c.request_id, c.index, is_last=c is last) for c in completions]
+        return Ending({c.index: (0.0, c) for c in completions}, events)
+
+
+def _logprob(token: int, value: float, tokenizer: Any) -> Logprob:
+    text = token_text(tokenizer, token)
+    return Logprob(token, text, value, token_bytes(tokenizer, token, text) or b"")
