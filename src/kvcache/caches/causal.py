@@ -62,7 +62,7 @@ class CausalCache(Cache):
     # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         self._layer = integer(layer, "layer")
 
     def set_causal(self, except_: Iterable[int] = ()) -> None:
@@ -214,7 +214,7 @@ class CausalCache(Cache):
         return effect
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         source, target, length = check_copy(source, target, length)
         self._check_committed(target)
 
@@ -225,11 +225,11 @@ class CausalCache(Cache):
         return effect
 
     def can_resume(self, sequence: int, position: int) -> bool:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return self._tables.can_resume(check_sequence(sequence), integer(position, "position"))
 
     def resume_point(self, sequence: int, position: int) -> int:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return self._tables.resume_point(check_sequence(sequence), integer(position, "position"))
 
     def stopping_point(self, sequence: int, position: int) -> int:
@@ -238,7 +238,7 @@ class CausalCache(Cache):
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         sequence, begin, end = check_range(sequence, begin, end)
         if begin == 0 and end is None:
             return lambda: self._free(sequence)
@@ -262,11 +262,11 @@ class CausalCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return CausalSequenceView(check_sequence(sequence), self._lifecycle, self)
 
     def usage(self) -> Usage:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         sequences = self._tables.usage()
         return Usage(
             num_tokens=sum(used.num_tokens for used in sequences.values()),
@@ -277,7 +277,7 @@ class CausalCache(Cache):
         )
 
     def check(self) -> None:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         self._tables.check()
 
     # --- for prefix reuse: blocks that are known by their content -----------------------------------------------------
@@ -309,13 +309,13 @@ class CausalCache(Cache):
     @property
     def tables(self) -> Tables:
         """The sequences; raises `ValueError` before `init` and after `close`."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return self._tables
 
     @property
     def storage(self) -> BlockStorage:
         """The tensors; raises `ValueError` before `init` and after `close`."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return self._storage
 
     def prepare_write(self, layer: int, keys: Array, values: Array) -> Callable[[NDArray[np.int64]], None]:
@@ -357,7 +357,7 @@ class CausalCache(Cache):
         self._tables.free(sequence)
 
     def _started(self) -> Forward:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         if self._forward is None:
             raise ValueError("no forward pass is under way; call start_forward first")
         return self._forward

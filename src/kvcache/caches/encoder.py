@@ -85,12 +85,12 @@ class EncoderCache(Cache):
     # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         self._layer = integer(layer, "layer")
 
     def encoder_cached(self, sequence: int) -> bool:
         """Whether the sequence has media and all of them are filled: the encoder need not run for it."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         known = self._sequences.get(check_sequence(sequence))
         return known is not None and bool(known.entries) and all(map(self._is_filled, known.entries))
 
@@ -238,7 +238,7 @@ class EncoderCache(Cache):
         return effect
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         source, target, length = check_copy(source, target, length)
 
         def effect() -> None:
@@ -252,7 +252,7 @@ class EncoderCache(Cache):
         return effect
 
     def can_resume(self, sequence: int, position: int) -> bool:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         position, known = integer(position, "position"), self._sequences.get(check_sequence(sequence))
         if position == 0:
             return True
@@ -261,7 +261,7 @@ class EncoderCache(Cache):
         return all(self._is_filled(entry) for entry in known.entries if entry.position < position)
 
     def resume_point(self, sequence: int, position: int) -> int:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         position, known = integer(position, "position"), self._sequences.get(check_sequence(sequence))
         if known is None:
             return 0
@@ -274,7 +274,7 @@ class EncoderCache(Cache):
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         sequence, begin, end = check_range(sequence, begin, end)
 
         def effect() -> None:
@@ -295,11 +295,11 @@ class EncoderCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return TokenlessView(check_sequence(sequence), self._lifecycle, self, "EncoderCache", self.advance)
 
     def usage(self) -> Usage:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         entries = {id(e.layers): e.layers for known in self._sequences.values() for e in known.entries}
         sequences = {
             key: SequenceUsage(sum(entry.num_tokens for entry in known.entries), 0)
@@ -314,7 +314,7 @@ class EncoderCache(Cache):
         return Usage(sum(used.num_tokens for used in sequences.values()), 0, 0, num_bytes, sequences)
 
     def check(self) -> None:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         for sequence, known in self._sequences.items():
             if beyond := [entry.position for entry in known.entries if entry.position >= known.end]:
                 raise CorruptState(f"sequence {sequence} ends at {known.end} and has media at {beyond}")
@@ -328,7 +328,7 @@ class EncoderCache(Cache):
 
     def publish(self, sequence: int, priority: int = 0) -> None:
         """Let other sequences have the filled media of this one by their keys, wherever these stand there."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         known = self._sequences.get(sequence)
         for entry in known.entries if known else ():
             if self._is_filled(entry) and entry.key not in self._published:
@@ -341,7 +341,7 @@ class EncoderCache(Cache):
 
         Raises `ValueError` when the sequence exists or a key is unknown.
         """
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} exists already; remove it before it adopts media")
         entries = [_Entry(key, position, self._published.use(key)) for position, key in media]
@@ -352,12 +352,12 @@ class EncoderCache(Cache):
 
     @property
     def backend(self) -> Backend:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return self._backend
 
     def end(self, sequence: int) -> int:
         """The position after the sequence's last token; 0 when it is unknown."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         known = self._sequences.get(sequence)
         return known.end if known else 0
 
@@ -373,7 +373,7 @@ class EncoderCache(Cache):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _started(self) -> tuple[_Pass, int]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         if self._pass is None:
             raise ValueError("no forward pass is under way; call start_forward first")
         if self._layer is None:

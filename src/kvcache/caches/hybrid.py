@@ -48,7 +48,7 @@ class HybridCache(Cache):
     # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         if self.layer_types is not None:
             layer = integer(layer, "layer")
             if layer >= len(self.layer_types):
@@ -63,12 +63,12 @@ class HybridCache(Cache):
 
     def set_layer_type(self, layer_type: int) -> None:
         """Make member `layer_type` the one that `put`, `get` and `attend` mean."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         self._active = self._type(layer_type)
 
     def underlying_cache(self) -> Cache:
         """The active member, for what only it can do (`CausalCache.set_causal`, `EncoderCache.encoder_cached`)."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return self.members[self._active]
 
     def put(self, keys: Array, values: Array) -> None:

@@ -83,6 +83,10 @@ class Lifecycle:
     def begin(self, limits: Limits) -> None:
         self._limits = limits
 
+    def check_open(self) -> None:
+        """Raise `ValueError` before `init` and after `close`."""
+        _ = self.limits
+
     @property
     def limits(self) -> Limits:
         """The sizes given to `init`. Raises `ValueError` before `init` and after `close`."""

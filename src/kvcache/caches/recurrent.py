@@ -87,7 +87,7 @@ class RecurrentCache(Cache):
     # --- for models ---------------------------------------------------------------------------------------------------
 
     def set_layer(self, layer: int) -> None:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         self._layer = integer(layer, "layer")
 
     def put(self, keys: Array | None, values: Array | None) -> None:
@@ -206,7 +206,7 @@ class RecurrentCache(Cache):
         return effect
 
     def prepare_copy(self, source: int, target: int, length: int) -> Callable[[], None]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         source, target, length = check_copy(source, target, length)
 
         def effect() -> None:
@@ -219,14 +219,14 @@ class RecurrentCache(Cache):
         return effect
 
     def can_resume(self, sequence: int, position: int) -> bool:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         position, known = integer(position, "position"), self._sequences.get(check_sequence(sequence))
         if position == 0:
             return True
         return known is not None and known.state_at(position) is not None
 
     def resume_point(self, sequence: int, position: int) -> int:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         position, known = integer(position, "position"), self._sequences.get(check_sequence(sequence))
         if known is None:
             return 0
@@ -239,7 +239,7 @@ class RecurrentCache(Cache):
     def prepare_remove(
         self, sequence: int, begin: int, end: int | None = None, *, drop_appended: bool = False
     ) -> Callable[[], None]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         sequence, begin, end = check_range(sequence, begin, end)
         known = self._sequences.get(sequence)
         if known is None or begin >= known.end or begin == end:
@@ -266,12 +266,12 @@ class RecurrentCache(Cache):
         return effect
 
     def sequence(self, sequence: int) -> SequenceView:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return TokenlessView(check_sequence(sequence), self._lifecycle, self, "RecurrentCache")
 
     def keep(self, sequence: int, at_most: int) -> None:
         """Make the state where `sequence` stands a checkpoint, now; of its lowest ones none beyond `at_most` stay."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         known = self._sequences.get(sequence)
         if known is None or known.live is None or not known.end:
             return
@@ -288,7 +288,7 @@ class RecurrentCache(Cache):
 
     def publish(self, sequence: int, key: bytes, priority: int = 0) -> bool:
         """Let others go on from where `sequence` stands, by `key`; false when they can already."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         known = self._sequences.get(sequence)
         if known is None or not known.live or key in self._published:
             return False
@@ -298,14 +298,14 @@ class RecurrentCache(Cache):
 
     def adopt(self, sequence: int, key: bytes, end: int) -> None:
         """A new sequence that stands at `end`, in the published state of `key`; `ValueError` when there is none."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} exists already; remove it before it adopts a state")
         self._pass = None
         self._sequences[sequence] = _Sequence(end, dict(self._published.use(key)))
 
     def usage(self) -> Usage:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         arrays = {
             id(array): array
             for states in (
@@ -321,7 +321,7 @@ class RecurrentCache(Cache):
         return Usage(sum(used.num_tokens for used in sequences.values()), 0, 0, num_bytes, sequences)
 
     def check(self) -> None:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         for sequence, known in self._sequences.items():
             if wrong := [point for point in known.checkpoints if not 0 < point <= known.end]:
                 raise CorruptState(f"sequence {sequence} ends at {known.end} and has checkpoints at {wrong}")
@@ -330,12 +330,12 @@ class RecurrentCache(Cache):
 
     @property
     def backend(self) -> Backend:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         return self._backend
 
     def end(self, sequence: int) -> int:
         """The position after the sequence's last token; 0 when it is unknown."""
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         known = self._sequences.get(sequence)
         return known.end if known else 0
 
@@ -346,7 +346,7 @@ class RecurrentCache(Cache):
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _started(self) -> tuple[_Pass, int]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         if self._pass is None:
             raise ValueError("no forward pass is under way; call start_forward first")
         if self._layer is None:

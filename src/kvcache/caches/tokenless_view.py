@@ -66,7 +66,7 @@ class TokenlessView(SequenceView):
         self.prepare_commit(num_tokens)()
 
     def prepare_commit(self, num_tokens: int) -> Callable[[], None]:
-        self._lifecycle.limits  # noqa: B018  raises when closed
+        self._lifecycle.check_open()
         num_tokens = integer(num_tokens, "num_tokens")
         if not num_tokens:
             return lambda: None
