@@ -93,7 +93,7 @@ class Engine:
         self.cache, self.counts = self._core.cache, self._core.counts
         self._vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         self._names = count()
-        self._is_proven = True
+        self._num_proven = 0
         self._is_closed = False
         self._is_busy = False
         self._ending: list[tuple[str, bool]] = []
@@ -193,7 +193,6 @@ class Engine:
                 raise RequestRefused(request.id, len(tokens) + 1, room, "the cache, beside what is pinned,")
         with self._working():
             self._core.begin(request, tokens)
-        self._is_proven = False
         return request.id
 
     def step(self) -> list[Event]:
@@ -202,7 +201,7 @@ class Engine:
         core = self._core
         with self._working():
             core.step(core.undelivered)  # if it raises, the next step tells what came before
-        if not core.groups and not self._is_proven:
+        if not core.groups:
             self._prove()
         events, core.undelivered = core.undelivered, []
         return events
@@ -410,8 +409,14 @@ class Engine:
             self._drop(request_id)
 
     def _prove(self) -> None:
-        """Idle: the cache must hold nothing but what is cached, and everything must agree."""
-        self._is_proven = True
+        """Idle: the cache must hold nothing but what is cached, and everything must agree.
+
+        That walks all blocks before the last event is told, so it waits until a token for each has been computed.
+        """
+        computed = self._core.counts.num_computed_tokens
+        if computed - self._num_proven < sum(member.tables.pool.num_blocks for member in self._core.members):
+            return
+        self._num_proven = computed
         try:
             self.check()
         except CorruptState as fault:
