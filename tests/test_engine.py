@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from kvcache import Completion, CorruptState, Engine, Finished, Request, Samplin
 from kvcache.engine.prefixes import Prefixes
 from kvcache.engine.sample import Sample
 from kvcache.engine.text import TextStream
+from kvcache.hf.runner import Runner, Work
 from kvcache.prefix import Hit
 from kvcache.request import Event, MediaInput, RequestRefused
 
@@ -772,6 +774,30 @@ def test_misuse_of_an_engine() -> None:
     ):
         with pytest.raises(TypeError, match=message):
             Engine(FAMILIES["llama"].build(), **options)  # type: ignore[arg-type]
+
+
+def test_a_second_thread_within_a_step_is_told_so_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_for("llama") as engine:
+        expected = engine.generate([5, 6, 7], max_tokens=4)[0].token_ids
+        forward, told = Runner.forward, list[str]()
+
+        def other() -> None:
+            for call in (engine.step, lambda: engine.generate([8, 9], max_tokens=2), engine.check):
+                with pytest.raises(ValueError, match="another thread") as found:
+                    call()
+                told.append(str(found.value))
+
+        def meanwhile(runner: Runner, works: list[Work]) -> Any:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            return forward(runner, works)
+
+        monkeypatch.setattr(Runner, "forward", meanwhile)
+        assert engine.generate([5, 6, 7], max_tokens=4)[0].token_ids == expected
+        assert len(told) == 12
+        assert engine.is_idle
+        engine.check()
 
 
 def test_a_broken_cache_stops_the_engine_when_it_is_idle() -> None:

@@ -53,9 +53,9 @@ class RequestRefused(KVCacheError):
         self.needed = needed
         self.available = available
         self.what = what
+        cure = "give the engine more kv_bytes" if what.startswith("the cache") else "use a model with a longer context"
         super().__init__(
-            f"request {request_id!r} needs {needed} tokens and {what} holds {available}; shorten the prompt, or give "
-            f"the engine more kv_bytes or a model with a longer context"
+            f"request {request_id!r} needs {needed} tokens and {what} holds {available}; shorten the prompt, or {cure}"
         )
 
     def __reduce__(self) -> tuple[type[RequestRefused], tuple[str, int, int, str]]:

@@ -101,7 +101,7 @@ def serve(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 512,
     prefix_cache: Annotated[bool, typer.Option(help="Compute no prefix twice.")] = True,
     compile: Annotated[
-        bool, typer.Option("--compile", help="torch.compile the model: faster, after a minute.")
+        bool, typer.Option("--compile", help="torch.compile the model: a minute later, and faster on some CPUs.")
     ] = False,
     max_open: Annotated[int, typer.Option(min=1, help="Completions under way or waiting; beyond that, 503.")] = 256,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request; beyond that, 413.")] = 8 * 2**20,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from threading import get_ident
 from typing import Any, final
 
 from torch import Tensor
@@ -42,7 +43,7 @@ DEFAULT_BLOCK = 16
 
 @final
 class Engine:
-    """Serves many requests with one model, computing no prefix twice. Not thread-safe.
+    """Serves many requests with one model, computing no prefix twice. For one thread at a time.
 
     model: "demo", a hub id, a folder, a .gguf file, or a transformers model (which keeps its own type and place).
     device: where a named model computes, as "cuda"; None: the CPU.
@@ -95,7 +96,7 @@ class Engine:
         self._names = count()
         self._num_proven = 0
         self._is_closed = False
-        self._is_busy = False
+        self._worker: int | None = None
         self._ending: list[tuple[str, bool]] = []
         self._fault: CorruptState | None = None
 
@@ -315,15 +316,28 @@ class Engine:
             self.abort(request_id)
             self._core.undelivered = [event for event in self._core.undelivered if event.request_id != request_id]
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._worker is not None
+
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Requests that end meanwhile end afterwards: a stream that the garbage collector finds may end anywhere."""
-        self._is_busy = True
+        """Requests that end meanwhile end afterwards: a stream that the garbage collector finds may end anywhere.
+
+        Raises `ValueError` for a second thread.
+        """
+        outer, own = self._worker, get_ident()
+        if outer not in (None, own):
+            raise ValueError(
+                "another thread is in the middle of a step of this engine; expected one thread at a time: let one own "
+                "the engine and the others hand it their prompts, or use `kvcache serve`"
+            )
         try:
+            self._worker = own
             yield
         finally:
-            self._is_busy = False
-            while self._ending:
+            self._worker = outer
+            while self._ending and outer is None:
                 request_id, is_wanted = self._ending.pop(0)
                 if not self._is_closed:
                     (self.abort if is_wanted else self._drop)(request_id)

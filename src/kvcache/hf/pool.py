@@ -201,7 +201,7 @@ class Pool:
             if point != length:
                 raise NotSupported(
                     f"a row cannot be cut to {length} tokens: what its layers need there is gone, the nearest point is "
-                    f"{point}; cache_for(..., memory=...) retains more"
+                    f"{point}; a larger `memory` of cache_for retains more"
                 )
         effects = [member.prepare_remove(sequence, length) for sequence, length in pairs for member in self.members]
         for effect in effects:

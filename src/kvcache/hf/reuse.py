@@ -138,4 +138,4 @@ def _limits(pool: Pool) -> str:
     spans = ", ".join(str(span) for span in layout.spans if str(span) != "Full()")
     parts = [f"layers of {spans} have forgotten what they need"] if spans else []
     parts += ["recurrent layers go back to a checkpoint only"] if layout.has_states else []
-    return " and ".join(parts) + "; cache_for(..., memory=...) retains more"
+    return " and ".join(parts) + "; a larger `memory` of cache_for retains more"
