@@ -506,6 +506,20 @@ def test_layers_may_live_elsewhere() -> None:
     assert [view.views(layer)[0].keys.device.type for layer in (0, 1)] == ["cpu", "meta"]
 
 
+@pytest.mark.parametrize("span", [Full(), Sliding(3)], ids=str)
+def test_attention_uses_the_default_device_for_nothing(span: Any) -> None:
+    """`torch.set_default_device("cuda")` must not take what kernels are told to where the cache is not."""
+    torch = pytest.importorskip("torch")
+    keys, queries = torch.ones(6, 1, 32), torch.ones(6, 2, 32)
+    with torch.device("meta"):
+        cache = CausalCache(span, block_size=4)
+        cache.init("torch", "f32", max_sequences=2, capacity=8)
+        cache.start_forward(Batch([0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1]))
+        cache.set_layer(0)
+        cache.put(keys, keys)
+        assert torch.equal(cache.attend(queries), queries)
+
+
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 WIDE = 64

@@ -6,6 +6,8 @@ the `gguf` package for q8_0 and q4_0, PyTorch for fp8_e4m3 and bf16, exact ratio
 
 from __future__ import annotations
 
+import importlib.util
+import runpy
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
@@ -428,3 +430,14 @@ def test_torch_formats_leave_their_input_alone(rng: np.random.Generator, name: s
     stored_before = stored.clone()
     form.decode(stored, 64)
     assert torch.equal(rows, before) and torch.equal(stored, stored_before)
+
+
+def test_torch_formats_loaded_under_another_default_device() -> None:
+    """What they decode with is made when they are first used, perhaps while a model is built on "meta"."""
+    torch = pytest.importorskip("torch")
+    source = importlib.util.find_spec("kvcache.formats.torch")
+    assert source and source.origin
+    with torch.device("meta"):
+        form = runpy.run_path(source.origin)["torch_format"]("fp8_e4m3")
+    rows = torch.ones(2, 1, 4)
+    assert torch.equal(form.decode(form.encode(rows), 4), rows)

@@ -22,7 +22,7 @@ __all__ = ["TorchCodedFormat", "TorchNativeFormat", "torch_format"]
 NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 HALF = GROUP_SIZE // 2
 
-_FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+_FP8_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
 def _encode_fp8(rows: Tensor) -> Tensor:

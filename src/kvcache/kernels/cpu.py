@@ -263,7 +263,7 @@ def _plan(batch: AttentionBatch) -> _Plan:
         _joined([batch.query_ends]),
     ]
     highest = max((int(ids.max()) for ids in blocks if len(ids)), default=-1)
-    tensors = [torch.tensor(table, dtype=torch.int64).reshape(-1, 6), *ends]
+    tensors = [torch.tensor(table, dtype=torch.int64, device="cpu").reshape(-1, 6), *ends]
     return _Plan(operators().attend, tensors, highest + 1, len(batch.query_begins))
 
 
@@ -291,6 +291,6 @@ def _ordered(rows: NDArray[np.int64], batch: AttentionBatch) -> NDArray[np.int32
 
 def _joined(parts: list[NDArray[np.int32]]) -> Tensor:
     if not parts:
-        return torch.empty(0, dtype=torch.int32)
+        return torch.empty(0, dtype=torch.int32, device="cpu")
     joined = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
     return torch.from_numpy(np.ascontiguousarray(joined, dtype=np.int32))
