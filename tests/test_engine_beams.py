@@ -245,6 +245,14 @@ def test_beams_end_at_texts_and_tell_their_logprobs() -> None:
         assert [entry.chosen.token_id for entry in completion.logprobs] == list(completion.token_ids)
 
 
+def test_tokens_and_ends_of_beams_are_counted() -> None:
+    with engine_for("llama", 60) as engine:
+        engine.add(Request("it", [5, 6, 7], SamplingParams(max_tokens=6, num_beams=3, n=2)))
+        found = run(engine)["it"]
+        assert engine.counts.num_generated_tokens == sum(len(completion.token_ids) for completion in found) > 0
+        assert engine.counts.num_finished.total() == len(found) == 2
+
+
 def test_beams_come_at_the_end_and_drafts_leave_them_alone() -> None:
     prompt, params = [5, 6, 7, 5, 6, 7], SamplingParams(max_tokens=9, num_beams=3)
     with engine_for("llama", 100, draft="lookup") as engine:

@@ -512,6 +512,8 @@ class Core:
         self.samples.pop(sample.number, None)  # not before the rest: `_mend` looks here
         for _, completion in ending.finished.values():
             self.counts.num_finished[completion.finish_reason] += 1
+            if group.search is not None:  # of beams only those count that are told of
+                self.counts.num_generated_tokens += len(completion.token_ids)
 
     def _together(self, sample: Sample) -> list[Sample]:
         """Those that leave with it, and itself, last."""
